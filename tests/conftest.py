@@ -1,0 +1,30 @@
+"""What every test runs under: no network, strict promotion, and one fixed series of hypothesis examples."""
+
+import os
+
+# Read by transformers and huggingface_hub when they are imported, so before any test module is.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import hypothesis
+import jax
+import pytest
+
+hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("deterministic")
+
+
+def pytest_configure() -> None:
+    """Make JAX raise where it would widen a dtype or broadcast a rank without being asked.
+
+    A user may have set either, and then the package has to work; nobody needs to have set them.
+    """
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked gpu, with the reason, where JAX has no GPU."""
+    for item in items:
+        if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+            reason = f"needs an NVIDIA GPU that JAX can use; JAX runs on {jax.default_backend()} here"
+            item.add_marker(pytest.mark.skip(reason=reason))
