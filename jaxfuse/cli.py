@@ -1,0 +1,238 @@
+"""The command `jaxfuse`.
+
+Standard output carries the answer alone; notes and progress go to standard error. Exit status: 0 done, 1 a
+comparison failed, 2 bad input, 130 interrupted.
+"""
+
+import argparse
+import io
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+import jax
+import numpy as np
+from flax import nnx
+
+import jaxfuse
+from jaxfuse import compile_cache, devices, weights
+from jaxfuse.config import DTYPES, Qwen3Config
+from jaxfuse.errors import JaxfuseError
+from jaxfuse.fields import read_json_object
+from jaxfuse.generate import stream
+from jaxfuse.hub import resolve
+from jaxfuse.kernels import Implementation, Rounding, check_implementation
+from jaxfuse.model import Qwen3
+from jaxfuse.sampling import Sampling
+from jaxfuse.terminal import Stopwatch, loading_bar, note, transient
+from jaxfuse.text import Tokenizer
+
+SHIPPED = Path(__file__).parent / "checkpoint"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks is no reason to stop
+    options = _parser().parse_args(arguments)
+    try:
+        status = int(options.run(options))
+        print(end="", flush=True)  # at exit it would be too late to answer a closed pipe
+        return status
+    except JaxfuseError as error:
+        note(f"error: {' '.join(str(error).split())}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, and status 2."""
+        note(f"error: {' '.join(message.split())}; see `{self.prog} --help`")
+        sys.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="jaxfuse", description="Run Qwen3 in JAX.")
+    parser.add_argument("--version", action="version", version=f"jaxfuse {jaxfuse.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("generate", help="continue a prompt")
+    command.set_defaults(run=_generate)
+    command.add_argument("prompt", nargs="?", metavar="PROMPT", help="text, put in the model's chat template")
+    _add_model(command)
+    command.add_argument("--tokens", type=_token_ids, metavar="1,2,3", help="token ids instead of a PROMPT")
+    command.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N")
+    command.add_argument("--temperature", type=float, metavar="T", help="0 takes the most likely token")
+    command.add_argument("--top-k", type=int, metavar="K", help="0 is off")
+    command.add_argument("--top-p", type=float, metavar="P", help="1 is off")
+    command.add_argument("--min-p", type=float, metavar="P", help="0 is off")
+    command.add_argument("--seed", type=int, default=0, metavar="S")
+    command.add_argument("--raw", action="store_true", help="give PROMPT as it is, without the chat template")
+    command.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
+    command.add_argument("--rounding", choices=get_args(Rounding), default="fused")
+    command.add_argument("--implementation", choices=get_args(Implementation), help="of the fused ops")
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+    command = commands.add_parser("info", help="describe a model and this machine")
+    command.set_defaults(run=_info)
+    _add_model(command)
+    return parser
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--model", default=SHIPPED, metavar="DIR|REPO", help="default: the small model that ships with jaxfuse"
+    )
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return np.array([int(part) for part in text.split(",")], np.int64).tolist()
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"must be integers with commas between, got {text!r}") from None
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    if (options.prompt is None) == (options.tokens is None):
+        raise JaxfuseError("give either a PROMPT or --tokens")
+    try:
+        check_implementation(options.implementation, options.rounding)
+    except ValueError as error:
+        raise JaxfuseError(str(error)) from None
+    for message in (compile_cache.enable(), devices.unused_gpu()):
+        if message is not None:
+            note(message)
+    folder = resolve(options.model)
+    sampling = _sampling(options, folder)
+    with Stopwatch() as watch:
+        has_tokenizer = options.tokens is None or (folder / "tokenizer.json").is_file()
+        tokenizer = Tokenizer(folder) if has_tokenizer else None
+        prompt = options.tokens if tokenizer is None else _prompt(options, tokenizer)
+        with loading_bar() as progress:
+            model = weights.load(
+                folder,
+                dtype=options.dtype,
+                rounding=options.rounding,
+                implementation=options.implementation,
+                progress=progress,
+            )
+        load_s = watch.lap()
+        transient("compiling the model for this prompt's length (kept for the next run)")
+        chunks = stream(model, prompt, max_new_tokens=options.max_new_tokens, sampling=sampling, key=options.seed)
+        tokens: list[int] = []
+        reason: str | None = None
+        prefill_s: float | None = None
+        text = None if tokenizer is None else tokenizer.streamer()
+        try:
+            for chunk in chunks:
+                new = [int(token) for token in chunk.tokens[0] if token >= 0]
+                tokens += new
+                reason = chunk.finish_reasons[0]
+                if prefill_s is None:
+                    prefill_s = watch.lap()
+                if not options.json:
+                    _show(new if text is None else text.push(new), first=len(tokens) == len(new))
+        except KeyboardInterrupt:
+            reason = "cancelled"
+        decode_s = watch.lap()
+    if not options.json:
+        print("" if text is None else text.flush(), flush=True)
+        if reason == "nan":
+            note("stopped: the model's logits are NaN; check its weights, or try --dtype float32")
+        return 130 if reason == "cancelled" else 0
+    speed = (len(tokens) - 1) / decode_s if len(tokens) > 1 and decode_s > 0 else 0.0
+    result = {
+        "model": str(options.model),
+        "device": devices.describe(),
+        "dtype": model.numerics.dtype.name,
+        "rounding": options.rounding,
+        "implementation": model.numerics.implementation or "xla",
+        "prompt_tokens": [prompt],
+        "tokens": [tokens],
+        "text": None if tokenizer is None else [tokenizer.decode(tokens)],
+        "finish_reason": [reason],
+        "timings": {
+            "load_s": load_s,
+            "compile_s": watch.compile_s,
+            "prefill_s": prefill_s,
+            "decode_s": decode_s,
+            "decode_tokens_per_s": speed,
+        },
+    }
+    print(json.dumps(result, ensure_ascii=False))
+    return 130 if reason == "cancelled" else 0
+
+
+def _prompt(options: argparse.Namespace, tokenizer: Tokenizer) -> list[int]:
+    if options.tokens is not None:
+        return list(options.tokens)
+    prompt = tokenizer.encode(options.prompt, raw=options.raw)
+    if not prompt:
+        raise JaxfuseError("the PROMPT has no tokens; give some text")
+    return prompt
+
+
+def _show(new: str | list[int], *, first: bool) -> None:
+    """Text as it comes; token ids, with commas between, when there is no tokenizer."""
+    if isinstance(new, list):
+        new = ("" if first or not new else ",") + ",".join(map(str, new))
+    print(new, end="", flush=True)
+
+
+def _sampling(options: argparse.Namespace, folder: Path) -> Sampling:
+    """The flags given; what is not given comes from the checkpoint's generation_config.json."""
+    file = folder / "generation_config.json"
+    default = Sampling.from_generation_config(read_json_object(file)) if file.is_file() else Sampling()
+    given = {
+        name: value
+        for name in ("temperature", "top_k", "top_p", "min_p")
+        if (value := getattr(options, name)) is not None
+    }
+    sampling = Sampling(**{**vars(default), **given})
+    sampling.for_batch(1)  # refused here, before a large model is loaded
+    return sampling
+
+
+def _info(options: argparse.Namespace) -> int:
+    folder = resolve(options.model)
+    config = Qwen3Config.from_pretrained(folder)
+    model = nnx.eval_shape(lambda: Qwen3(config, rngs=nnx.Rngs(0)))
+    parameters = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    rows: dict[str, Any] = {
+        "model": folder,
+        "parameters": f"{parameters:,}",
+        "layers": config.num_hidden_layers,
+        "hidden size": config.hidden_size,
+        "intermediate size": config.intermediate_size,
+        "heads": f"{config.num_attention_heads} query, {config.num_key_value_heads} key-value, of {config.head_dim}",
+        "vocabulary": f"{config.vocab_size:,}" + (", tied" if config.tie_word_embeddings else ""),
+        "positions": f"{config.max_position_embeddings:,}, RoPE {config.rope.rope_type}",
+        "dtype": model.numerics.dtype.name,
+        "device": devices.describe(),
+        "versions": f"jaxfuse {jaxfuse.__version__}, jax {jax.__version__}",
+    }
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        print(f"{name:<{width}}  {value}")
+    message = devices.unused_gpu()
+    if message is not None:
+        note(message)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
