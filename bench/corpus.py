@@ -13,8 +13,6 @@ heldout.txt (reported, never looked at before), the rest to train.txt. sources.j
 from.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

@@ -21,11 +21,12 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, *, nume
     Returns:
         `[B, T, heads, D]` in the model's dtype.
     """
-    batch, queries, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
-    grouped = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
-    precision = precision_of(q.dtype)
-    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k, precision=precision, preferred_element_type=jnp.float32)
+    batch, queries, _, head_dim = q.shape
+    grouped = q.reshape(batch, queries, k.shape[2], -1, head_dim)
+    if queries == 1:
+        scores, mix = _scores_of_one(grouped, k), _mix_for_one
+    else:
+        scores, mix = _scores(grouped, k), _mix
     scale = jnp.float32(head_dim**-0.5)
     if numerics.rounding == "hf":
         scores = numerics.round(scores).astype(jnp.float32) * scale
@@ -35,5 +36,32 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, *, nume
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     # In both roundings the probabilities meet v in v's dtype: that is what the tensor cores take.
     weights = numerics.round(jax.nn.softmax(scores, axis=-1))
-    mixed = jnp.einsum("bkgts,bskd->btkgd", weights, v, precision=precision, preferred_element_type=jnp.float32)
-    return numerics.round(mixed).reshape(q.shape)
+    return numerics.round(mix(weights, v)).reshape(q.shape)
+
+
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    """q `[B, T, K, G, D]` and k `[B, S, K, D]` -> `[B, K, G, T, S]` float32."""
+    precision = precision_of(q.dtype)
+    return jnp.einsum("btkgd,bskd->bkgts", q, k, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _mix(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """weights `[B, K, G, T, S]` and v `[B, S, K, D]` -> `[B, T, K, G, D]` float32."""
+    precision = precision_of(v.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", weights, v, precision=precision, preferred_element_type=jnp.float32)
+
+
+# One query a row, the step of a decode loop: products and sums that read the cache as it lies. For a product of
+# matrices XLA wants the heads outermost, and on a GPU keeps a whole second cache in that order.
+
+
+def _scores_of_one(q: jax.Array, k: jax.Array) -> jax.Array:
+    """As `_scores`, for T = 1."""
+    terms = q.astype(jnp.float32) * k[:, :, :, None].astype(jnp.float32)  # [B, S, K, G, D]
+    return jnp.moveaxis(jnp.sum(terms, axis=-1), 1, -1)[:, :, :, None]
+
+
+def _mix_for_one(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """As `_mix`, for T = 1."""
+    shares = jnp.moveaxis(weights[:, :, :, 0], -1, 1)[..., None]  # [B, S, K, G, 1]
+    return jnp.sum(shares.astype(jnp.float32) * v[:, :, :, None].astype(jnp.float32), axis=1, keepdims=True)

@@ -17,7 +17,8 @@ from jaxfuse.sampling import Sampling, request_keys, sample
 RUNNING, STOP, NAN = 0, 1, 2
 _REASONS = {RUNNING: "length", STOP: "stop", NAN: "nan"}
 
-Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray
+Row = Sequence[int] | np.ndarray | jax.Array
+Prompts = Row | Sequence[Row]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +138,7 @@ class _Run:
 
         # A module tree costs a Python call far more than flat arrays do, so it is flattened once.
         self.leaves, treedef = jax.tree.flatten(model)
-        self.tree = _interned(treedef)
+        self.tree = interned(treedef)
         padded = np.zeros((len(rows), min(bucket(longest, 128), limit)), np.int32)
         for row, tokens in zip(padded, rows, strict=True):
             # Padded with a token of its own: one whose embedding is NaN must not reach a prompt without it.
@@ -289,7 +290,7 @@ class _Tree:
 
 
 @functools.cache
-def _interned(treedef: Any) -> _Tree:
+def interned(treedef: Any) -> _Tree:
     """One `_Tree` for each structure, so that equal models share their compiled programs."""
     return _Tree(treedef)
 

@@ -9,28 +9,13 @@ from jaxfuse.attention import attend
 from jaxfuse.cache import KVCache
 from jaxfuse.config import Qwen3Config
 from jaxfuse.kernels import fused_add_rms_norm, rms_norm, rotary_embedding, silu_and_mul
-from jaxfuse.numerics import Numerics, precision_of
+from jaxfuse.numerics import Numerics
+from jaxfuse.products import dense
 from jaxfuse.rope import RopeParameters, cos_sin_table
 
 
 class Table(nnx.Variable[jax.Array]):
     """An array that is computed, not learnt."""
-
-
-def dense(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """`x @ weight.T + bias`, accumulated and added in float32.
-
-    Args:
-        x: `[..., in]`.
-        weight: `[out, in]`.
-        bias: `[out]` or None.
-
-    Returns:
-        `[..., out]` float32, unrounded.
-    """
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
-    y = jax.lax.dot_general(x, weight, contract, precision=precision_of(x.dtype), preferred_element_type=jnp.float32)
-    return y if bias is None else y + jnp.expand_dims(bias.astype(jnp.float32), range(y.ndim - 1))
 
 
 class Linear(nnx.Module):

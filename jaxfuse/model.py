@@ -12,8 +12,9 @@ from jaxfuse.cache import KVCache
 from jaxfuse.config import Qwen3Config
 from jaxfuse.errors import InputError
 from jaxfuse.kernels import Implementation, Rounding, check_implementation
-from jaxfuse.layers import DecoderLayer, Embedding, Linear, RMSNorm, RotaryEmbedding, dense
+from jaxfuse.layers import DecoderLayer, Embedding, Linear, RMSNorm, RotaryEmbedding
 from jaxfuse.numerics import Numerics
+from jaxfuse.products import dense
 
 
 class Qwen3(nnx.Module):

@@ -30,11 +30,8 @@ class Numerics:
         return {"rounding": self.rounding, "implementation": self.implementation}
 
     def round(self, x: jax.Array) -> jax.Array:
-        """A float32 array in the model's dtype.
-
-        Only `"hf"` insists on the bits: in `"fused"` XLA may fold the conversion into what reads it.
-        """
-        return round_to(x, self.dtype) if self.rounding == "hf" else x.astype(self.dtype)
+        """A float32 array in the model's dtype."""
+        return round_to(x, self.dtype, self.rounding)
 
 
 def precision_of(dtype: jax.typing.DTypeLike) -> jax.lax.Precision:

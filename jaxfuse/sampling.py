@@ -82,7 +82,7 @@ def _rows(name: str, value: Any, batch: int, dtype: type, valid: Any, rule: str)
     if whole:
         array = np.minimum(array, np.iinfo(dtype).max)  # more than any vocabulary, where a cast would wrap
     with np.errstate(over="ignore"):
-        rows = array.astype(dtype)
+        rows: np.ndarray = array.astype(dtype)
     if not (np.isfinite(rows) & valid(array)).all():
         raise InputError(f"{name} must be finite and {rule}, got {value!r}")
     return np.broadcast_to(rows, (batch,))

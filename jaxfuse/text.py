@@ -38,13 +38,14 @@ class Tokenizer:
             InputError: for text that is not Unicode.
             CheckpointError: when the chat template fails.
         """
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:  # Python's half surrogates, for bytes of a command line that are not UTF-8
+            raise InputError(f"a prompt must be Unicode text, got {prompt!r}; give it in UTF-8") from None
         if not raw and self._tokenizer.chat_template:
             prompt = self._templated(prompt)
-        try:
-            # Not verbose: that a prompt is long for the tokenizer says nothing about the model.
-            return list(self._tokenizer.encode(prompt, add_special_tokens=False, verbose=False))
-        except (UnicodeEncodeError, TypeError):  # half a surrogate pair: the shell's bytes were not UTF-8
-            raise InputError(f"a prompt must be Unicode text, got {prompt!r}; give it in UTF-8") from None
+        # Not verbose: that a prompt is long for the tokenizer says nothing about the model.
+        return list(self._tokenizer.encode(prompt, add_special_tokens=False, verbose=False))
 
     def _templated(self, prompt: str) -> str:
         turns = [{"role": "user", "content": prompt}]

@@ -21,7 +21,7 @@ Rounding = Literal["fused", "hf"]
 @partial(jax.jit, static_argnames=("eps", "rounding"))
 def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, rounding: Rounding) -> jax.Array:
     """x [..., H], weight [H] -> [..., H]: x / sqrt(mean(x^2) + eps) * weight."""
-    return _normalize(_widen(x), weight, eps, rounding)
+    return _normalize(_widen(x, rounding), weight, eps, rounding)
 
 
 @partial(jax.jit, static_argnames=("eps", "rounding"))
@@ -29,17 +29,17 @@ def fused_add_rms_norm(
     x: jax.Array, residual: jax.Array, weight: jax.Array, *, eps: float, rounding: Rounding
 ) -> tuple[jax.Array, jax.Array]:
     """x and residual [..., H], weight [H] -> (rms_norm of the sum, the sum), both [..., H]."""
-    total = _widen(x) + _widen(residual)
+    total = _widen(x, rounding) + _widen(residual, rounding)
     total = _hf_round(total, x.dtype, rounding)
-    return _normalize(total, weight, eps, rounding), round_to(total, x.dtype)
+    return _normalize(total, weight, eps, rounding), round_to(total, x.dtype, rounding)
 
 
 @partial(jax.jit, static_argnames=("rounding",))
 def silu_and_mul(x: jax.Array, *, rounding: Rounding) -> jax.Array:
     """x [..., 2 I], gate then up -> [..., I]: silu(gate) * up."""
-    gate, up = jnp.split(_widen(x), 2, axis=-1)
+    gate, up = jnp.split(_widen(x, rounding), 2, axis=-1)
     activated = _hf_round(_silu(gate), x.dtype, rounding)
-    return round_to(activated * up, x.dtype)
+    return round_to(activated * up, x.dtype, rounding)
 
 
 @partial(jax.jit, static_argnames=("rounding",))
@@ -58,8 +58,8 @@ def _normalize(x: jax.Array, weight: jax.Array, eps: float, rounding: Rounding) 
     variance = jnp.mean(x * x, axis=-1, keepdims=True)
     normed = x * lax.rsqrt(variance + eps)
     normed = _hf_round(normed, weight.dtype, rounding)
-    scale = jnp.expand_dims(_widen(weight), tuple(range(x.ndim - 1)))
-    return round_to(normed * scale, weight.dtype)
+    scale = jnp.expand_dims(_widen(weight, rounding), tuple(range(x.ndim - 1)))
+    return round_to(normed * scale, weight.dtype, rounding)
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, rounding: Rounding) -> jax.Array:
@@ -69,9 +69,9 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, rounding: Rounding) ->
         return _hf_round(a * b, x.dtype, rounding)
 
     rotary_dim = 2 * cos.shape[-1]
-    first, second = jnp.split(_widen(x[..., :rotary_dim]), 2, axis=-1)
+    first, second = jnp.split(_widen(x[..., :rotary_dim], rounding), 2, axis=-1)
     turned = [times(first, cos) - times(second, sin), times(second, cos) + times(first, sin)]
-    return jnp.concatenate([*(round_to(half, x.dtype) for half in turned), x[..., rotary_dim:]], axis=-1)
+    return jnp.concatenate([*(round_to(half, x.dtype, rounding) for half in turned), x[..., rotary_dim:]], axis=-1)
 
 
 @jax.custom_jvp
@@ -87,14 +87,17 @@ def _silu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[ja
     return _silu(x), x_dot * sigmoid * (1 + x * (1 - sigmoid))
 
 
-def _widen(x: jax.Array) -> jax.Array:
-    """To float32. Rounded once more: XLA may hand on the float32 that x was rounded from."""
-    return _round(x.astype(jnp.float32), x.dtype)
+def _widen(x: jax.Array, rounding: Rounding) -> jax.Array:
+    """To float32. "hf" rounds once more: XLA may hand on the float32 that x was rounded from."""
+    return _hf_round(x.astype(jnp.float32), x.dtype, rounding)
 
 
-def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """From float32 to `dtype`, so that a later widening cannot bring back what the rounding took."""
-    return _round(x, dtype).astype(dtype)
+def round_to(x: jax.Array, dtype: jnp.dtype, rounding: Rounding) -> jax.Array:
+    """From float32 to `dtype`. "hf" insists on the bits; in "fused" XLA may pass float32 on to what reads it.
+
+    (Insisting costs a third of a norm's time on an H200: bench/NOTES.md.)
+    """
+    return _hf_round(x, dtype, rounding).astype(dtype)
 
 
 def _hf_round(x: jax.Array, dtype: jnp.dtype, rounding: Rounding) -> jax.Array:

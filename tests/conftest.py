@@ -1,6 +1,7 @@
-"""What every test runs under: no network, strict promotion, and one fixed series of hypothesis examples."""
+"""What every test runs under: no network, the CPU unless marked gpu, strict promotion, fixed hypothesis examples."""
 
 import os
+from collections.abc import Iterator
 
 # Read by transformers and huggingface_hub when they are imported, so before any test module is.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -28,3 +29,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
             reason = f"needs an NVIDIA GPU that JAX can use; JAX runs on {jax.default_backend()} here"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run a test on the CPU, its fixtures too, unless it is marked gpu: a GPU rounds sums in another order."""
+    if item.get_closest_marker("gpu"):
+        return (yield)
+    with jax.default_device(jax.devices("cpu")[0]):
+        return (yield)

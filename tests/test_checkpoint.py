@@ -1,9 +1,8 @@
 """The small trained checkpoint that ships with the package."""
 
-import importlib.util
+import importlib
 import json
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +17,7 @@ import transformers
 import jaxfuse
 
 FOLDER = Path(jaxfuse.__file__).parent / "checkpoint"
+BENCH = Path(__file__).parent.parent / "bench"
 CHAT = "<|im_start|>user\nIt is a truth<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -28,17 +28,11 @@ def training() -> dict[str, Any]:
     return record
 
 
-@pytest.fixture(scope="module")
-def bench_train() -> ModuleType:
-    """bench/train.py, which is a script and no package's module."""
-    path = Path(__file__).parent.parent / "bench" / "train.py"
-    spec = importlib.util.spec_from_file_location("bench_train", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses looks its module up
-    spec.loader.exec_module(module)
-    return module
+def from_bench(name: str) -> ModuleType:
+    """A module of bench/, a folder of scripts and no package, whose modules find one another beside them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCH)
+        return importlib.import_module(name)
 
 
 def test_size() -> None:
@@ -68,12 +62,12 @@ def test_recorded_words_are_of_the_corpus(training: dict[str, Any]) -> None:
     assert training["words_in_corpus"] >= 0.95
 
 
-def test_bits_per_byte(training: dict[str, Any], bench_train: ModuleType) -> None:
+def test_bits_per_byte(training: dict[str, Any]) -> None:
     """The weights, the tokenizer and the model still give the recorded quality on held-out text, to 1 %."""
     tokenizer = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     text = (FOLDER / "heldout_excerpt.txt").read_text("utf-8")
     model = jaxfuse.Qwen3.from_pretrained(FOLDER, dtype=jnp.float32)
-    bits = bench_train.BitsPerByte(tokenizer, [text])(jax.jit(model))
+    bits = from_bench("quality").BitsPerByte(tokenizer, [text])(jax.jit(model))
     np.testing.assert_allclose(bits, training["excerpt_bits_per_byte"], rtol=0.01)
 
 
@@ -93,11 +87,11 @@ def test_tokenizer_in_transformers() -> None:
     assert set(config.eos_token_ids) == {ids[0], ids[2]}
 
 
-def test_chat_template_is_the_trained_form(bench_train: ModuleType) -> None:
+def test_chat_template_is_the_trained_form() -> None:
     """The model is asked in the very form it was trained on."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
     turns = [{"role": "user", "content": "Emma Woodhouse,"}, {"role": "assistant", "content": "handsome."}]
-    trained = bench_train.chat_text("Emma Woodhouse,", "handsome.")
+    trained = from_bench("chat").chat_text("Emma Woodhouse,", "handsome.")
     assert tokenizer.apply_chat_template(turns, tokenize=False) == trained
 
 

@@ -312,13 +312,13 @@ def test_jit_vmap_and_rows_alone_give_the_same(op: str, rounding: Rounding, dtyp
         compare(alone, jax.tree.map(lambda x, rows=rows: x[rows], together))
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_an_op_reads_the_rounded_values_of_its_arguments(rounding: Rounding, dtype: Any) -> None:
-    """In one program with what comes before and after, an op gives the bits that it gives alone.
+def test_an_op_reads_the_rounded_values_of_its_arguments(dtype: Any) -> None:
+    """In one program with what comes before and after, an op in "hf" gives the bits that it gives alone.
 
     XLA may drop the rounding of an array that is at once widened again: it does so on GPUs.
     """
+    rounding: Rounding = "hf"
     x, weight = draw(1, (64, 256)), draw(2, (256,), dtype)
 
     def before(x: jax.Array) -> jax.Array:

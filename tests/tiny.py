@@ -69,7 +69,10 @@ def unmerged(model: jaxfuse.Qwen3) -> dict[str, np.ndarray]:
     """A model's weights, or gradients, by Hugging Face's names: a table of its own, so that one checks the other."""
     config = model.config
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    tensors = {"model.embed_tokens.weight": model.embed_tokens.weight, "model.norm.weight": model.norm.weight}
+    tensors: dict[str, Any] = {
+        "model.embed_tokens.weight": model.embed_tokens.weight,
+        "model.norm.weight": model.norm.weight,
+    }
     if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = model.lm_head.weight
     for i, layer in enumerate(model.layers):
