@@ -47,6 +47,11 @@ class Qwen3Config:
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise ConfigError(f"head_dim must be even, at least 2, for RoPE; got {self.head_dim}; correct config.json")
+        if self.max_position_embeddings > 2**24:
+            raise ConfigError(
+                f"max_position_embeddings must be at most {2**24}, beyond which RoPE's float32 skips positions, got "
+                f"{self.max_position_embeddings}; correct config.json"
+            )
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
 
@@ -92,7 +97,7 @@ class Qwen3Config:
             CheckpointError: when there is no such folder or repository.
             ConfigError: as `from_dict`.
         """
-        folder = resolve(path_or_repo_id)
+        folder = resolve(path_or_repo_id, weights=False)
         config = cls.from_dict(read_json_object(folder / "config.json"))
         generation_file = folder / "generation_config.json"
         if not generation_file.is_file():

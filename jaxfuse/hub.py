@@ -7,13 +7,13 @@ from pathlib import Path
 from jaxfuse.errors import CheckpointError
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
-_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt")
+_TEXT_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt")
 
 
-def resolve(path_or_repo_id: str | os.PathLike[str]) -> Path:
+def resolve(path_or_repo_id: str | os.PathLike[str], *, weights: bool = True) -> Path:
     """The folder of a checkpoint; a repository id such as `Qwen/Qwen3-0.6B` is fetched to the hub's cache.
 
-    An existing path wins over a repository of the same name.
+    An existing path wins over a repository of the same name. Without `weights` the safetensors are not fetched.
 
     Raises:
         CheckpointError: when it is neither a folder nor a repository that can be had.
@@ -29,14 +29,14 @@ def resolve(path_or_repo_id: str | os.PathLike[str]) -> Path:
         raise CheckpointError(
             f"no folder {name!r}, and it is not a repository id (owner/name); check the path, or name a repository"
         )
-    return _download(name)
+    return _download(name, _TEXT_FILES + ("*.safetensors",) * weights)
 
 
-def _download(repo_id: str) -> Path:
+def _download(repo_id: str, patterns: tuple[str, ...]) -> Path:
     import huggingface_hub  # imported here: it takes longer to import than a local checkpoint needs
 
     try:
-        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=list(_FILES)))
+        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=list(patterns)))
     except Exception as error:  # the hub's errors, and those of whichever HTTP library its release uses
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(

@@ -16,6 +16,8 @@ from jaxfuse.layers import DecoderLayer, Embedding, Linear, RMSNorm, RotaryEmbed
 from jaxfuse.numerics import Numerics
 from jaxfuse.products import dense
 
+Array = jax.Array | np.ndarray
+
 
 class Qwen3(nnx.Module):
     """A dense Qwen3 decoder with its language-model head.
@@ -103,25 +105,23 @@ class Qwen3(nnx.Module):
         return KVCache.zeros(shape, self.numerics.dtype)
 
     @overload
-    def __call__(
-        self, tokens: jax.Array, *, positions: jax.Array | None = None, logits_to_keep: int = 0
-    ) -> jax.Array: ...
+    def __call__(self, tokens: Array, *, positions: Array | None = None, logits_to_keep: int = 0) -> jax.Array: ...
 
     @overload
     def __call__(
         self,
-        tokens: jax.Array,
+        tokens: Array,
         *,
-        positions: jax.Array | None = None,
+        positions: Array | None = None,
         cache: KVCache,
         logits_to_keep: int = 0,
     ) -> tuple[jax.Array, KVCache]: ...
 
     def __call__(
         self,
-        tokens: jax.Array,
+        tokens: Array,
         *,
-        positions: jax.Array | None = None,
+        positions: Array | None = None,
         cache: KVCache | None = None,
         logits_to_keep: int = 0,
     ) -> jax.Array | tuple[jax.Array, KVCache]:
@@ -149,15 +149,13 @@ class Qwen3(nnx.Module):
         return logits if new_cache is None else (logits, new_cache)
 
     @overload
-    def hidden(self, tokens: jax.Array, *, positions: jax.Array | None = None) -> jax.Array: ...
+    def hidden(self, tokens: Array, *, positions: Array | None = None) -> jax.Array: ...
 
     @overload
-    def hidden(
-        self, tokens: jax.Array, *, positions: jax.Array | None = None, cache: KVCache
-    ) -> tuple[jax.Array, KVCache]: ...
+    def hidden(self, tokens: Array, *, positions: Array | None = None, cache: KVCache) -> tuple[jax.Array, KVCache]: ...
 
     def hidden(
-        self, tokens: jax.Array, *, positions: jax.Array | None = None, cache: KVCache | None = None
+        self, tokens: Array, *, positions: Array | None = None, cache: KVCache | None = None
     ) -> jax.Array | tuple[jax.Array, KVCache]:
         """`[B, T, hidden]` after the last norm, in the model's dtype; arguments as in `__call__`."""
         hidden, new_cache = self._run(tokens, positions, cache)
@@ -169,9 +167,7 @@ class Qwen3(nnx.Module):
         logits = dense(hidden, head.weight[...])
         return self.numerics.round(logits).astype(jnp.float32) if self.numerics.rounding == "hf" else logits
 
-    def _run(
-        self, tokens: jax.Array, positions: jax.Array | None, cache: KVCache | None
-    ) -> tuple[jax.Array, KVCache | None]:
+    def _run(self, tokens: Array, positions: Array | None, cache: KVCache | None) -> tuple[jax.Array, KVCache | None]:
         tokens, positions = self._checked(tokens, positions, cache)
         length = tokens.shape[1]
         if cache is None:
@@ -189,9 +185,7 @@ class Qwen3(nnx.Module):
         x, _ = self.norm(x, residual)
         return x, cache
 
-    def _checked(
-        self, tokens: jax.Array, positions: jax.Array | None, cache: KVCache | None
-    ) -> tuple[jax.Array, jax.Array]:
+    def _checked(self, tokens: Array, positions: Array | None, cache: KVCache | None) -> tuple[jax.Array, jax.Array]:
         """Tokens, and int32 positions `[B, T]`."""
         if jnp.ndim(tokens) != 2 or jnp.size(tokens) == 0:
             raise InputError(
@@ -230,7 +224,7 @@ def model_dtype(config: Qwen3Config, dtype: jax.typing.DTypeLike | None) -> jnp.
     return chosen
 
 
-def check_ids(name: str, ids: jax.Array | np.ndarray, limit: int, what: str) -> None:
+def check_ids(name: str, ids: Array, limit: int, what: str) -> None:
     """Refuses anything but integers, and concrete values outside [0, limit); traced values are not known yet."""
     dtype = ids.dtype if isinstance(ids, np.ndarray) else jnp.result_type(ids)
     if not jnp.issubdtype(dtype, jnp.integer):

@@ -78,7 +78,7 @@ class RopeParameters:
         if partial not in (None, 1, 1.0):
             raise ConfigError(f"partial_rotary_factor must be 1 for Qwen3, got {partial!r}")
         top = Fields(config, "config.json")
-        theta = fields.number("rope_theta", top.number("rope_theta", 10000.0, above=0.0), above=0.0)
+        theta = fields.number("rope_theta", top.number("rope_theta", 10000.0, above=1.0), above=1.0)
         if rope_type == "default":
             return cls(rope_theta=theta)
         factor = fields.number("factor", at_least=1.0)

@@ -14,6 +14,7 @@ from transformers import Qwen3ForCausalLM
 import jaxfuse
 from jaxfuse import Qwen3, Qwen3Config
 from jaxfuse.generate import begin, decode, interned, prefill
+from jaxfuse.kernels import Rounding
 
 pytestmark = pytest.mark.gpu
 
@@ -76,7 +77,7 @@ def test_float32_tokens_match_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("rounding", ["fused", "hf"])
-def test_bfloat16_logits_err_no_more_than_transformers(rounding: str) -> None:
+def test_bfloat16_logits_err_no_more_than_transformers(rounding: Rounding) -> None:
     """Against float32, the error of a token's logits is on average no larger than transformers' own in bfloat16."""
     tokens = prompts()
     exact = torch_logits(torch.float32, tokens)
