@@ -5,11 +5,12 @@ comparison failed, 2 bad input, 130 interrupted.
 """
 
 import argparse
+import dataclasses
 import io
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -22,9 +23,9 @@ from jaxfuse import compile_cache, devices, weights
 from jaxfuse.config import DTYPES, Qwen3Config
 from jaxfuse.errors import JaxfuseError
 from jaxfuse.fields import read_json_object
-from jaxfuse.generate import stream
+from jaxfuse.generate import Generation, stream
 from jaxfuse.hub import resolve
-from jaxfuse.kernels import Implementation, Rounding, check_implementation
+from jaxfuse.kernels import Implementation, ImplementationError, Rounding, check_implementation
 from jaxfuse.model import Qwen3
 from jaxfuse.sampling import Sampling
 from jaxfuse.terminal import Stopwatch, loading_bar, note, transient
@@ -35,6 +36,8 @@ SHIPPED = Path(__file__).parent / "checkpoint"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when the hub's library is imported
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks is no reason to stop
     options = _parser().parse_args(arguments)
@@ -42,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = int(options.run(options))
         print(end="", flush=True)  # at exit it would be too late to answer a closed pipe
         return status
-    except JaxfuseError as error:
+    except (JaxfuseError, ImplementationError) as error:
         note(f"error: {' '.join(str(error).split())}")
         return 2
     except KeyboardInterrupt:
@@ -109,10 +112,7 @@ def _positive(text: str) -> int:
 def _generate(options: argparse.Namespace) -> int:
     if (options.prompt is None) == (options.tokens is None):
         raise JaxfuseError("give either a PROMPT or --tokens")
-    try:
-        check_implementation(options.implementation, options.rounding)
-    except ValueError as error:
-        raise JaxfuseError(str(error)) from None
+    check_implementation(options.implementation, options.rounding)
     for message in (compile_cache.enable(), devices.unused_gpu()):
         if message is not None:
             note(message)
@@ -133,48 +133,66 @@ def _generate(options: argparse.Namespace) -> int:
         load_s = watch.lap()
         transient("compiling the model for this prompt's length (kept for the next run)")
         chunks = stream(model, prompt, max_new_tokens=options.max_new_tokens, sampling=sampling, key=options.seed)
-        tokens: list[int] = []
-        reason: str | None = None
-        prefill_s: float | None = None
-        text = None if tokenizer is None else tokenizer.streamer()
-        try:
-            for chunk in chunks:
-                new = [int(token) for token in chunk.tokens[0] if token >= 0]
-                tokens += new
-                reason = chunk.finish_reasons[0]
-                if prefill_s is None:
-                    prefill_s = watch.lap()
-                if not options.json:
-                    _show(new if text is None else text.push(new), first=len(tokens) == len(new))
-        except KeyboardInterrupt:
-            reason = "cancelled"
-        decode_s = watch.lap()
-    if not options.json:
+        answer = _answer(chunks, tokenizer, watch, quiet=options.json)
+    if options.json:
+        result = {
+            "model": str(options.model),
+            "device": devices.describe(),
+            "dtype": model.numerics.dtype.name,
+            "rounding": options.rounding,
+            "implementation": model.numerics.implementation or "xla",
+            "prompt_tokens": [prompt],
+            "tokens": [answer.tokens],
+            "text": None if tokenizer is None else [tokenizer.decode(answer.tokens)],
+            "finish_reason": [answer.finish_reason],
+            "timings": {
+                "load_s": load_s,
+                "compile_s": watch.compile_s,
+                "prefill_s": answer.prefill_s,
+                "decode_s": answer.decode_s,
+                "decode_tokens_per_s": answer.decode_tokens_per_s,
+            },
+        }
+        print(json.dumps(result, ensure_ascii=False))
+    elif answer.finish_reason == "nan":
+        note("stopped: the model's logits are NaN; check its weights, or try --dtype float32")
+    return 130 if answer.finish_reason == "cancelled" else 0
+
+
+@dataclasses.dataclass
+class _Answer:
+    """What came of one prompt, and how long it took."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    prefill_s: float | None = None
+    decode_s: float = 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Of the tokens after the first, which the prefill gives."""
+        return (len(self.tokens) - 1) / self.decode_s if len(self.tokens) > 1 and self.decode_s > 0 else 0.0
+
+
+def _answer(chunks: Iterator[Generation], tokenizer: Tokenizer | None, watch: Stopwatch, *, quiet: bool) -> _Answer:
+    """Takes an answer chunk by chunk and, unless quiet, prints it as it comes; Ctrl-C ends it."""
+    answer = _Answer()
+    text = None if tokenizer is None else tokenizer.streamer()
+    try:
+        for chunk in chunks:
+            new = [int(token) for token in chunk.tokens[0] if token >= 0]
+            answer.tokens += new
+            answer.finish_reason = chunk.finish_reasons[0]
+            if answer.prefill_s is None:
+                answer.prefill_s = watch.lap()
+            if not quiet:
+                _show(new if text is None else text.push(new), first=len(answer.tokens) == len(new))
+    except KeyboardInterrupt:
+        answer.finish_reason = "cancelled"
+    answer.decode_s = watch.lap()
+    if not quiet:
         print("" if text is None else text.flush(), flush=True)
-        if reason == "nan":
-            note("stopped: the model's logits are NaN; check its weights, or try --dtype float32")
-        return 130 if reason == "cancelled" else 0
-    speed = (len(tokens) - 1) / decode_s if len(tokens) > 1 and decode_s > 0 else 0.0
-    result = {
-        "model": str(options.model),
-        "device": devices.describe(),
-        "dtype": model.numerics.dtype.name,
-        "rounding": options.rounding,
-        "implementation": model.numerics.implementation or "xla",
-        "prompt_tokens": [prompt],
-        "tokens": [tokens],
-        "text": None if tokenizer is None else [tokenizer.decode(tokens)],
-        "finish_reason": [reason],
-        "timings": {
-            "load_s": load_s,
-            "compile_s": watch.compile_s,
-            "prefill_s": prefill_s,
-            "decode_s": decode_s,
-            "decode_tokens_per_s": speed,
-        },
-    }
-    print(json.dumps(result, ensure_ascii=False))
-    return 130 if reason == "cancelled" else 0
+    return answer
 
 
 def _prompt(options: argparse.Namespace, tokenizer: Tokenizer) -> list[int]:
