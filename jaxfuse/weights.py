@@ -225,7 +225,10 @@ def _replace(path: Path, write: Callable[[Path], None]) -> None:
     """Writes beside the target and renames, so that an interrupted save leaves no half file under its name."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as the user's umask has it, which safetensors narrows to 0600
         write(temporary)
+        temporary.chmod(mode)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

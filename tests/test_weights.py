@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -517,3 +518,17 @@ def test_saving_a_fresh_model(tmp_path: Path) -> None:
         assert path == name
         np.testing.assert_array_equal(leaf, wanted)
     assert again.config == dataclasses.replace(config, dtype="float16")
+
+
+def test_saved_files_have_the_users_mode(tmp_path: Path) -> None:
+    """Others may read what a person saves as far as the umask says, the weights as well as config.json."""
+    model = Qwen3(Qwen3Config.from_dict(tiny.torch_model(num_hidden_layers=1).config.to_dict()), rngs=nnx.Rngs(0))
+    before = os.umask(0o022)
+    try:
+        model.save_pretrained(tmp_path)
+    finally:
+        os.umask(before)
+    assert {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {
+        "config.json": 0o644,
+        "model.safetensors": 0o644,
+    }
