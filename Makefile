@@ -20,6 +20,7 @@ help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 demo: venv
+	@printf '> %s\n' "$$PROMPT" >&2
 	@.venv/bin/jaxfuse generate "$$PROMPT" $(ARGS)
 
 # The command pytest, not python -m pytest, which would make the folder kernels/ importable as a top-level module.

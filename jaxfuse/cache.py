@@ -50,8 +50,19 @@ class KVCache:
         rows = jnp.arange(positions.shape[0])[:, None]
 
         def stored(old: jax.Array, new: jax.Array) -> jax.Array:
-            place = old.at[layer, rows, positions]
-            return place.set(new.astype(old.dtype), mode="drop", wrap_negative_indices=False)
+            def put(old: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
+                return old.at[layer, rows, positions].set(new, mode="drop", wrap_negative_indices=False)
+
+            def put_two(old: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
+                outside = jnp.full_like(positions, self.capacity)
+                twice = jnp.concatenate([new, new], axis=1)
+                return put(old, twice, jnp.concatenate([positions, outside], axis=1))
+
+            new = new.astype(old.dtype)
+            if positions.size > 1:
+                return put(old, new, positions)
+            # XLA's CPU turns a scatter of one token into a copy of the whole cache; one of two stays in place.
+            return jax.lax.platform_dependent(old, new, positions, cpu=put_two, default=put)
 
         return self.replace(keys=stored(self.keys, keys), values=stored(self.values, values))
 

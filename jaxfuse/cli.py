@@ -1,13 +1,15 @@
 """The command `jaxfuse`.
 
-Standard output carries the answer alone; notes and progress go to standard error. Exit status: 0 done, 1 a
-comparison failed, 2 bad input, 130 interrupted.
+Standard output carries the answer alone; notes and progress go to standard error. Exit status: 0 done, 2 bad
+input, 130 interrupted.
 """
 
 import argparse
 import dataclasses
+import errno
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +18,6 @@ from typing import Any, NoReturn, get_args
 
 import jax
 import numpy as np
-from flax import nnx
 
 import jaxfuse
 from jaxfuse import compile_cache, devices, weights
@@ -26,7 +27,6 @@ from jaxfuse.fields import read_json_object
 from jaxfuse.generate import Generation, stream
 from jaxfuse.hub import resolve
 from jaxfuse.kernels import Implementation, ImplementationError, Rounding, check_implementation
-from jaxfuse.model import Qwen3
 from jaxfuse.sampling import Sampling
 from jaxfuse.terminal import Stopwatch, loading_bar, note, transient
 from jaxfuse.text import Tokenizer
@@ -53,6 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        note(f"error: cannot write the answer ({error.strerror}); make room")
+        return 2
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,16 +78,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("prompt", nargs="?", metavar="PROMPT", help="text, put in the model's chat template")
     _add_model(command)
     command.add_argument("--tokens", type=_token_ids, metavar="1,2,3", help="token ids instead of a PROMPT")
-    command.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N")
+    command.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N", help="default: 256")
     command.add_argument("--temperature", type=float, metavar="T", help="0 takes the most likely token")
     command.add_argument("--top-k", type=int, metavar="K", help="0 is off")
     command.add_argument("--top-p", type=float, metavar="P", help="1 is off")
     command.add_argument("--min-p", type=float, metavar="P", help="0 is off")
-    command.add_argument("--seed", type=int, default=0, metavar="S")
+    command.add_argument("--seed", type=int, default=0, metavar="S", help="another seed, another answer; default: 0")
     command.add_argument("--raw", action="store_true", help="give PROMPT as it is, without the chat template")
     command.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
-    command.add_argument("--rounding", choices=get_args(Rounding), default="fused")
-    command.add_argument("--implementation", choices=get_args(Implementation), help="of the fused ops")
+    command.add_argument("--rounding", choices=get_args(Rounding), default="fused", help="hf: as transformers rounds")
+    command.add_argument("--implementation", choices=get_args(Implementation), help="of the fused ops; xla is there")
     command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
     command = commands.add_parser("info", help="describe a model and this machine")
@@ -112,11 +118,15 @@ def _positive(text: str) -> int:
 def _generate(options: argparse.Namespace) -> int:
     if (options.prompt is None) == (options.tokens is None):
         raise JaxfuseError("give either a PROMPT or --tokens")
+    if options.raw and options.tokens is not None:
+        raise JaxfuseError("--raw is about a PROMPT; --tokens are taken as they are: leave one out")
     check_implementation(options.implementation, options.rounding)
+    devices.start()
     for message in (compile_cache.enable(), devices.unused_gpu()):
         if message is not None:
             note(message)
     folder = resolve(options.model)
+    Qwen3Config.from_pretrained(folder)  # another model is refused before its tokenizer is looked at
     sampling = _sampling(options, folder)
     with Stopwatch() as watch:
         has_tokenizer = options.tokens is None or (folder / "tokenizer.json").is_file()
@@ -139,7 +149,7 @@ def _generate(options: argparse.Namespace) -> int:
             "model": str(options.model),
             "device": devices.describe(),
             "dtype": model.numerics.dtype.name,
-            "rounding": options.rounding,
+            "rounding": model.numerics.rounding,
             "implementation": model.numerics.implementation or "xla",
             "prompt_tokens": [prompt],
             "tokens": [answer.tokens],
@@ -156,6 +166,8 @@ def _generate(options: argparse.Namespace) -> int:
         print(json.dumps(result, ensure_ascii=False))
     elif answer.finish_reason == "nan":
         note("stopped: the model's logits are NaN; check its weights, or try --dtype float32")
+    elif answer.finish_reason == "length":
+        transient(f"cut after {len(answer.tokens)} tokens; --max-new-tokens allows more")
     return 130 if answer.finish_reason == "cancelled" else 0
 
 
@@ -214,7 +226,11 @@ def _show(new: str | list[int], *, first: bool) -> None:
 def _sampling(options: argparse.Namespace, folder: Path) -> Sampling:
     """The flags given; what is not given comes from the checkpoint's generation_config.json."""
     file = folder / "generation_config.json"
-    default = Sampling.from_generation_config(read_json_object(file)) if file.is_file() else Sampling()
+    data = read_json_object(file) if file.is_file() else {}
+    unsupported = Sampling.unsupported(data)
+    if unsupported:
+        note(f"not applied, since jaxfuse does not have it: {', '.join(unsupported)} of generation_config.json")
+    default = Sampling.from_generation_config(data)
     given = {
         name: value
         for name in ("temperature", "top_k", "top_p", "min_p")
@@ -226,10 +242,10 @@ def _sampling(options: argparse.Namespace, folder: Path) -> Sampling:
 
 
 def _info(options: argparse.Namespace) -> int:
-    folder = resolve(options.model)
+    devices.start()
+    folder = resolve(options.model, weights=False)
     config = Qwen3Config.from_pretrained(folder)
-    model = nnx.eval_shape(lambda: Qwen3(config, rngs=nnx.Rngs(0)))
-    parameters = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    parameters = sum(math.prod(shape) for entry in weights.table(config) for _, shape in entry.tensors)
     rows: dict[str, Any] = {
         "model": folder,
         "parameters": f"{parameters:,}",
@@ -239,7 +255,7 @@ def _info(options: argparse.Namespace) -> int:
         "heads": f"{config.num_attention_heads} query, {config.num_key_value_heads} key-value, of {config.head_dim}",
         "vocabulary": f"{config.vocab_size:,}" + (", tied" if config.tie_word_embeddings else ""),
         "positions": f"{config.max_position_embeddings:,}, RoPE {config.rope.rope_type}",
-        "dtype": model.numerics.dtype.name,
+        "dtype": config.dtype or "that of the weights",
         "device": devices.describe(),
         "versions": f"jaxfuse {jaxfuse.__version__}, jax {jax.__version__}",
     }

@@ -156,6 +156,8 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise ConfigError(
             "a quantized checkpoint (quantization_config) is not implemented; use the bfloat16 version of the model"
         )
+    if data.get("is_causal", True) is not True:
+        raise ConfigError("is_causal must be true: attention in both directions is not implemented")
     activation = data.get("hidden_act", "silu")
     if activation != "silu":
         raise ConfigError(f"hidden_act {activation!r} is not implemented; Qwen3 uses 'silu'")

@@ -1,10 +1,29 @@
 """What this machine computes on."""
 
+import os
 import re
 import shutil
 import subprocess
 
 import jax
+
+from jaxfuse.errors import JaxfuseError
+
+
+def start() -> None:
+    """Starts JAX's backend.
+
+    Raises:
+        JaxfuseError: when it cannot start, as with a JAX_PLATFORMS that this machine does not have.
+    """
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX raises both for a platform that is not there
+        chosen = f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}" if "JAX_PLATFORMS" in os.environ else "this machine"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise JaxfuseError(
+            f"JAX cannot start on {chosen} ({reason}); unset JAX_PLATFORMS, or mend the device"
+        ) from error
 
 
 def describe() -> str:

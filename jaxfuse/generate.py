@@ -86,8 +86,7 @@ def stream(
     tokens, the last one what is left. Joined along their last axis they are `generate`'s tokens, up to the end of
     the longest row.
     """
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise InputError(f"chunk_size must be a positive integer, got {chunk_size!r}")
+    chunk_size = _positive("chunk_size", chunk_size)
     run = _Run(model, prompts, max_new_tokens, sampling, stop_token_ids, key)
     return _chunks(run, max_new_tokens, chunk_size)
 
@@ -121,14 +120,15 @@ class _Run:
         lengths = np.array([len(row) for row in rows], np.int32)
         longest = int(lengths.max())
         limit = config.max_position_embeddings
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise InputError(f"max_new_tokens must be a positive integer, got {max_new_tokens!r}")
+        max_new_tokens = _positive("max_new_tokens", max_new_tokens)
         if longest + max_new_tokens > limit:
             raise InputError(
                 f"prompt and continuation must fit the model's {limit} positions, got {longest} + "
                 f"{max_new_tokens}; shorten the prompt or lower max_new_tokens"
             )
         self.limit = max_new_tokens
+        if not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling must be a jaxfuse.Sampling, got {type(sampling).__name__}")
         self.sampling = sampling.for_batch(len(rows))
         self.keys = request_keys(key, len(rows))
         if stop_token_ids is None:  # one outside the vocabulary is never drawn
@@ -293,6 +293,12 @@ class _Tree:
 def interned(treedef: Any) -> _Tree:
     """One `_Tree` for each structure, so that equal models share their compiled programs."""
     return _Tree(treedef)
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise InputError(f"{name} must be a positive integer, got {value!r}")
+    return int(value)
 
 
 def bucket(size: int, smallest: int) -> int:

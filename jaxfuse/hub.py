@@ -18,6 +18,8 @@ def resolve(path_or_repo_id: str | os.PathLike[str], *, weights: bool = True) ->
     Raises:
         CheckpointError: when it is neither a folder nor a repository that can be had.
     """
+    if not os.fspath(path_or_repo_id):
+        raise CheckpointError("a model needs a name, got an empty one; give a folder or a repository (owner/name)")
     # os.path's functions, since pathlib's raise for a user who does not exist and for a name that is too long.
     path = Path(os.path.expanduser(path_or_repo_id))
     if os.path.isdir(path):

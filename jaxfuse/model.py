@@ -130,7 +130,8 @@ class Qwen3(nnx.Module):
         Args:
             tokens: `[B, T]` integer ids. Concrete ones are checked; a traced id outside the vocabulary gives NaN.
             positions: `[B, T]` integer; None continues each row of the cache, or counts from 0. Concrete ones are
-                checked; a traced position outside the RoPE table or the cache gives NaN.
+                checked; a traced position outside the RoPE table or the cache gives NaN. With a cache a row's
+                positions are consecutive and start at most one past the tokens it holds.
             cache: keys and values so far; these tokens are written to it at their positions. Without one, the
                 tokens see each other causally by their place in the row.
             logits_to_keep: only the last n places of each row; 0 keeps all.
@@ -195,17 +196,31 @@ class Qwen3(nnx.Module):
         shape = jnp.shape(tokens)
         if cache is not None:
             self._check_cache(cache, shape[0])
+        places = jnp.arange(shape[1], dtype=jnp.int32)[None]
+        given = positions is not None
         if positions is None:
-            places = jnp.arange(shape[1], dtype=jnp.int32)[None]
             start = jnp.zeros((1, 1), jnp.int32) if cache is None else cache.lengths[:, None]
             positions = jnp.broadcast_to(start + places, shape)
         if jnp.shape(positions) != shape:
             raise InputError(f"positions must have the shape of tokens {shape}, got {jnp.shape(positions)}")
         limit = self.config.max_position_embeddings
         check_ids("positions", positions, limit, "the model's maximum (max_position_embeddings)")
+        positions = jnp.asarray(positions).astype(jnp.int32)
         if cache is not None:
             check_ids("positions", positions, cache.capacity, "the cache's capacity")
-        return jnp.asarray(tokens), jnp.asarray(positions).astype(jnp.int32)
+            if given:
+                # A gap would leave slots that hold nothing and are seen.
+                first = positions[:, :1]
+                unbroken = (positions == first + places) & (first <= cache.lengths[:, None])
+                if not isinstance(unbroken, jax.core.Tracer) and not np.all(unbroken):
+                    raise InputError(
+                        "with a cache the positions of a row must be consecutive and leave no gap after its "
+                        f"{np.asarray(cache.lengths).tolist()} tokens, got {np.asarray(positions).tolist()}"
+                    )
+                # What follows a gap would see it, so that row is over.
+                intact = jnp.cumprod(unbroken, axis=1, dtype=jnp.int32) == 1
+                positions = jnp.where(intact, positions, cache.capacity)
+        return jnp.asarray(tokens), positions
 
     def _check_cache(self, cache: KVCache, batch: int) -> None:
         expected = jax.eval_shape(lambda: self.init_cache(batch, cache.capacity))

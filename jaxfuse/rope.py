@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -48,6 +48,22 @@ class RopeParameters:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+    def __post_init__(self) -> None:
+        keys = _SCALED_KEYS.get(self.rope_type)
+        if keys is None:
+            known = ", ".join(sorted(_SCALED_KEYS))
+            raise ConfigError(f"RoPE type {self.rope_type!r} is not implemented; jaxfuse has {known}")
+        if not 1 < self.rope_theta < math.inf:
+            raise ConfigError(f"rope_theta must be a finite number above 1, got {self.rope_theta}")
+        given = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default}
+        foreign = sorted(given - keys - _COMMON_KEYS)
+        if foreign:
+            raise ConfigError(f"RoPE type {self.rope_type!r} takes no {', '.join(foreign)}; leave it out")
+        if "factor" in keys and (self.factor is None or not 1 <= self.factor < math.inf):
+            raise ConfigError(f"RoPE type {self.rope_type!r} needs a factor of at least 1, got {self.factor}")
+        if self.rope_type == "yarn" and not self.original_max_position_embeddings:
+            raise ConfigError("RoPE type 'yarn' needs original_max_position_embeddings, got none; give it")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "RopeParameters":
@@ -123,24 +139,21 @@ def inv_freq(rope: RopeParameters, head_dim: int) -> tuple[np.ndarray, float]:
     extrapolated = np.float32(1) / wavelengths
     if rope.rope_type == "default":
         return extrapolated, 1.0
-    if rope.factor is None:
-        raise ConfigError(f"RoPE type {rope.rope_type!r} needs a factor, got none; set RopeParameters.factor")
+    factor = cast(float, rope.factor)  # as every scaled type has
     if rope.rope_type == "linear":
-        return extrapolated / np.float32(rope.factor), 1.0
-    interpolated = np.float32(1) / (np.float32(rope.factor) * wavelengths)
+        return extrapolated / np.float32(factor), 1.0
+    interpolated = np.float32(1) / (np.float32(factor) * wavelengths)
     keep = np.float32(1) - _yarn_ramp(rope, head_dim)
-    return interpolated * (np.float32(1) - keep) + extrapolated * keep, _yarn_attention_factor(rope, rope.factor)
+    return interpolated * (np.float32(1) - keep) + extrapolated * keep, _yarn_attention_factor(rope, factor)
 
 
 def _yarn_ramp(rope: RopeParameters, head_dim: int) -> np.ndarray:
     """YaRN's ramp (arXiv 2309.00071, section 3.2): 0 where a channel turns often, 1 where it turns seldom."""
-    if rope.original_max_position_embeddings is None:
-        raise ConfigError("yarn needs original_max_position_embeddings, got none; set it in RopeParameters")
+    context = cast(int, rope.original_max_position_embeddings)  # as yarn has
 
     def channel(turns: float) -> float:
         """The channel pair that makes `turns` full turns over the original context."""
-        context = rope.original_max_position_embeddings
-        return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))  # type: ignore[operator]
+        return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
 
     low, high = channel(rope.beta_fast), channel(rope.beta_slow)
     if rope.truncate:

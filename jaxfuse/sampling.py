@@ -11,6 +11,34 @@ import numpy as np
 from jaxfuse.errors import InputError
 from jaxfuse.fields import Fields
 
+# Controls of transformers' generate that are not implemented, with the value that turns each off.
+_OFF: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
+    "penalty_alpha": None,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+    "length_penalty": 1.0,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "bad_words_ids": None,
+    "force_words_ids": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "guidance_scale": 1.0,
+    "stop_strings": None,
+}
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +76,11 @@ class Sampling:
             top_p=fields.number("top_p", 1.0, above=0.0),
             min_p=fields.number("min_p", 0.0, at_least=0.0),
         )
+
+    @staticmethod
+    def unsupported(data: Mapping[str, Any]) -> list[str]:
+        """The names of what a generation_config.json turns on and this class does not have."""
+        return sorted(name for name, off in _OFF.items() if data.get(name) not in (None, off))
 
     @property
     def greedy(self) -> bool:
@@ -91,14 +124,19 @@ def _rows(name: str, value: Any, batch: int, dtype: type, valid: Any, rule: str)
 def request_keys(key: int | jax.Array, batch: int) -> jax.Array:
     """A key for each request, `[B]`: request i draws its step t with `fold_in(fold_in(key, i), t)`.
 
+    An int makes a threefry key. Keys of JAX's rbg kinds draw otherwise when several requests draw at once.
+
     Raises:
         InputError: for an int of more than 64 bits.
         TypeError: for anything but an int or one JAX key, of the new style or the old.
     """
     if isinstance(key, int | np.integer) and not isinstance(key, bool):
+        key = int(key)
         if not -(2**63) <= key < 2**63:
             raise InputError(f"key must be an int of 64 bits, got {key}")
-        key = jax.random.key(int(key))
+        # jax.random.key(key), which without 64-bit types would drop the upper half.
+        halves = np.array([key >> 32 & 0xFFFFFFFF, key & 0xFFFFFFFF], np.uint32)
+        key = jax.random.wrap_key_data(jnp.asarray(halves), impl="threefry2x32")
     elif isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.ndim == 1:
         key = jax.random.wrap_key_data(key)  # jax.random.PRNGKey's
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.ndim:
@@ -118,7 +156,7 @@ def sample(logits: jax.Array, sampling: Sampling, keys: jax.Array) -> jax.Array:
     Returns:
         `[B]` int32.
     """
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
     drawn = jnp.argmax(filtered(logits, sampling) + noise, axis=1)
     greedy = jnp.asarray(sampling.temperature) == 0
     return jnp.where(greedy, jnp.argmax(logits, axis=1), drawn).astype(jnp.int32)

@@ -26,7 +26,7 @@ class Tokenizer:
                 f"{folder} has no tokenizer.json; add the checkpoint's tokenizer, or give token ids with --tokens"
             )
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # the tokenizers library raises bare Exception for a damaged file
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise CheckpointError(f"cannot read the tokenizer of {folder} ({first_line}); download it again") from error

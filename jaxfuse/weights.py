@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +117,12 @@ def load(
             config.rope, config.head_dim, config.max_position_embeddings, numerics=numerics
         )
         for done, entry in enumerate(entries):
-            pieces = (piece for name, shape in entry.tensors for piece in _pieces(files, name, shape))
-            _parameter(model, entry.parameter).set_value(_on_device(pieces, numerics.dtype))
+            arrays = [
+                _on_device(name, piece, numerics.dtype)
+                for name, shape in entry.tensors
+                for piece in _pieces(files, name, shape)
+            ]
+            _parameter(model, entry.parameter).set_value(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays))
             if progress is not None:
                 progress(done + 1, len(entries))
     return model
@@ -148,10 +152,12 @@ def _pieces(files: CheckpointFiles, name: str, shape: tuple[int, ...]) -> Iterat
         yield files.rows(name, start, min(start + rows, shape[0]))
 
 
-def _on_device(pieces: Iterable[np.ndarray], dtype: jnp.dtype) -> jax.Array:
-    """The rows of all pieces; each is waited for, since transfers in flight would pile up host buffers."""
-    arrays = [jax.device_put(piece).astype(dtype).block_until_ready() for piece in pieces]
-    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
+def _on_device(name: str, piece: np.ndarray, dtype: jnp.dtype) -> jax.Array:
+    """Rows of a tensor in the model's dtype; waited for, since transfers in flight would pile up host buffers."""
+    array = jax.device_put(piece).astype(dtype).block_until_ready()
+    if dtype == jnp.float16 and piece.dtype != np.float16 and bool(jnp.isinf(array).any()) and np.isfinite(piece).all():
+        raise CheckpointError(f"{name} holds values beyond float16's 65504; load the model in bfloat16 or float32")
+    return array
 
 
 def _parameter(model: Qwen3, path: tuple[str | int, ...]) -> nnx.Param[jax.Array]:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import jaxfuse
 import tiny
-from jaxfuse import Qwen3, Sampling, cli, compile_cache, devices, generate, weights
+from jaxfuse import Qwen3, Sampling, cli, compile_cache, devices, generate, hub, terminal, weights
 from jaxfuse.text import Tokenizer
 
 SMALL: dict[str, Any] = {
@@ -217,6 +217,14 @@ def test_json_of_one_token(run: Run, bare: Path) -> None:
     """Without a decode step there is no speed, and no division by zero."""
     data = run("generate", "--tokens", "5,6", "--model", bare, "--max-new-tokens", "1", "--json").json
     assert len(data["tokens"][0]) == 1
+    assert data["timings"]["decode_tokens_per_s"] == 0.0
+
+
+def test_json_of_no_time(run: Run, bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock too coarse to see the decode steps gives no speed, and no division by zero."""
+    monkeypatch.setattr(terminal.Stopwatch, "lap", lambda _: 0.0)
+    data = run("generate", "--tokens", "5,6", "--model", bare, "--max-new-tokens", "5", "--json").json
+    assert len(data["tokens"][0]) == 5
     assert data["timings"]["decode_tokens_per_s"] == 0.0
 
 
@@ -418,7 +426,11 @@ def test_bad_sampling_is_refused_before_loading(run: Run, folder: Path, monkeypa
     )
 
 
-@pytest.mark.parametrize("arguments", [[], ["dream"], ["generate", PROMPT, "--model"], ["info", "more"]], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["dream"], ["generate", PROMPT, "--model"], ["info", "more"], ["generate", "--tokens", "1", "--raw"]],
+    ids=str,
+)
 def test_bad_commands(run: Run, arguments: list[str]) -> None:
     """No command, an unknown one, a flag without its value, a word too many."""
     assert_refused(run(*arguments))
@@ -431,15 +443,61 @@ def test_bad_folders(run: Run, folder: Path, tmp_path: Path) -> None:
         str(folder / "config.json"): "is a file",
         "~nobody-of-this-name/model": "no folder",
         "x" * 400: "no folder",
+        "": "empty",
     }
     for name, part in names.items():
-        assert_refused(
-            run("generate", PROMPT, "--raw", "--model", name), part if name != str(tmp_path) else "tokenizer"
-        )
+        assert_refused(run("generate", PROMPT, "--raw", "--model", name), part)
         assert_refused(run("info", "--model", name), part)
-    assert_refused(run("generate", PROMPT, "--model", tmp_path), "tokenizer.json")
+    assert_refused(run("generate", PROMPT, "--model", tmp_path), "config.json")
     assert_refused(run("generate", "--tokens", "1", "--model", tmp_path), "config.json")
     assert_refused(run("info", "--model", tmp_path), "config.json")
+
+
+def test_a_checkpoint_runs_no_code_of_its_own(folder: Path, tmp_path: Path) -> None:
+    """A model with code is refused by its type, without a question, whatever its tokenizer asks for."""
+    code = tmp_path / "code"
+    code.mkdir()
+    part_of(folder, code, *(file.name for file in folder.iterdir()))
+    for name, changes in {
+        "config.json": {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}},
+        "tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}},
+    }.items():
+        data = json.loads((code / name).read_text("utf-8"))
+        (code / name).unlink()
+        (code / name).write_text(json.dumps(data | changes), encoding="utf-8")
+    ran = tmp_path / "ran"
+    (code / "evil.py").write_text(f"open({str(ran)!r}, 'w')\n", encoding="utf-8")
+    assert_refused(spawn("generate", PROMPT, "--model", code), "model_type 'evil' is not implemented")
+    config = json.loads((code / "config.json").read_text("utf-8"))
+    (code / "config.json").write_text(json.dumps(config | {"model_type": "qwen3"}), encoding="utf-8")
+    spawn("generate", PROMPT, "--model", code, "--max-new-tokens", "2")
+    assert not ran.exists()
+
+
+def test_a_platform_that_is_not_there(bare: Path) -> None:
+    """JAX_PLATFORMS that this machine lacks is one line, not JAX's traceback."""
+    for command in (["info"], ["generate", "--tokens", "1"]):
+        result = spawn(*command, "--model", bare, JAX_PLATFORMS="tpu")
+        assert_refused(result, "JAX cannot start on JAX_PLATFORMS=tpu")
+
+
+def test_a_full_disk(bare: Path) -> None:
+    """An answer that cannot be written is one line and status 2."""
+    command = [sys.executable, "-m", "jaxfuse.cli", "info", "--model", str(bare)]
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "cannot write the answer" in done.stderr
+
+
+def test_controls_that_are_not_there_are_named(run: Run, folder: Path, tmp_path: Path) -> None:
+    """What generation_config.json turns on and jaxfuse lacks is said; what it turns off is not."""
+    data = {"do_sample": True, "repetition_penalty": 1.3, "num_beams": 4, "typical_p": 1.0, "length_penalty": None}
+    other = replaced(folder, tmp_path, "generation_config.json", json.dumps(data))
+    err = run("generate", PROMPT, "--model", other, "--max-new-tokens", "2").err
+    assert "num_beams, repetition_penalty of generation_config.json" in err
+    assert "typical_p" not in err
 
 
 DAMAGES: dict[str, tuple[str, str | bytes | None, str]] = {
@@ -508,6 +566,7 @@ def test_a_closed_pipe(bare: Path, arguments: tuple[str, ...]) -> None:
     """A reader that has enough, such as `head -c 1`, leaves no traceback and no error status."""
     command = [sys.executable, "-m", "jaxfuse.cli", *arguments, "--model", str(bare)]
     env = {**os.environ, "JAXFUSE_CACHE": "0"}
+    env.pop("PYTHONUNBUFFERED", None)  # with it nothing is left to write at exit, where it is too late to answer
     read, write = os.pipe()
     os.close(read)
     try:
@@ -775,6 +834,22 @@ def test_info(run: Run, folder: Path, tmp_path: Path) -> None:
     out = run("info", "--model", tmp_path).out
     assert f"  {tied.num_parameters():,}\n" in out
     assert "320, tied" in out
+
+
+def test_only_generate_fetches_the_weights(run: Run, bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repository's name goes to the hub; to be described, a model need not be downloaded."""
+    asked: list[tuple[str, bool]] = []
+
+    def download(repo_id: str, patterns: tuple[str, ...]) -> Path:
+        asked.append((repo_id, "*.safetensors" in patterns))
+        return bare
+
+    monkeypatch.setattr(hub, "_download", download)
+    assert run("info", "--model", "owner/name").status == 0
+    assert set(asked) == {("owner/name", False)}
+    asked.clear()
+    assert run("generate", "--tokens", "5", "--model", "owner/name", "--max-new-tokens", "2").status == 0
+    assert ("owner/name", True) in asked
 
 
 def test_version(run: Run) -> None:

@@ -229,6 +229,17 @@ def test_decode_writes_in_place(model: Qwen3, greedy: dict[int, dict[str, jax.st
     assert grown < (cache_bytes(4096, dtype) - cache_bytes(1024, dtype)) / 3
 
 
+def test_one_row_writes_in_place(model: Qwen3) -> None:
+    """A batch of one token, which XLA's CPU would write by copying the cache, writes in place too."""
+    cache = model.init_cache(1, 1024)
+    step = jax.jit(lambda model, tokens, cache: model(tokens, cache=cache), donate_argnums=2)
+    program = step.lower(model, np.ones((1, 1), np.int32), cache).compile()
+    assert {
+        line.split("(")[0].split()[-1] for line in made(program, {tuple(n for n in cache.keys.shape if n > 1)})
+    } <= IN_PLACE
+    assert memory(program).temp_size_in_bytes < cache.keys.nbytes
+
+
 def test_ones_own_loop_writes_in_place(model: Qwen3) -> None:
     """A donated cache comes back in the same memory."""
     step = jax.jit(lambda model, tokens, cache: model(tokens, cache=cache), donate_argnums=2)

@@ -240,6 +240,7 @@ KINDS = ["full_attention"] * 27 + ["sliding_attention"]
         ({"layer_types": ["linear_attention"] * 28}, "'linear_attention'"),
         ({"layer_types": "full_attention"}, "layer_types"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"is_causal": False}, "is_causal"),
         ({"model_type": "llama"}, "'llama'"),
         ({"model_type": "qwen2"}, "'qwen2'"),
         ({"model_type": "qwen3_moe"}, "'qwen3_moe'"),

@@ -119,14 +119,20 @@ def test_table_is_the_float64_truth_of_its_angles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rope", "named"),
+    ("fields", "named"),
     [
-        (RopeParameters("linear"), "factor"),
-        (RopeParameters("yarn", original_max_position_embeddings=4096), "factor"),
-        (RopeParameters("yarn", factor=2.0), "original_max_position_embeddings"),
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "linear", "factor": -1.0}, "factor"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 4096}, "factor"),
+        ({"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings"),
+        ({"rope_type": "default", "factor": 4.0}, "factor"),
+        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 16.0}, "beta_fast"),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}, "llama3"),
+        ({"rope_type": "Yarn", "factor": 8.0, "original_max_position_embeddings": 8192}, "Yarn"),
+        ({"rope_theta": 1.0}, "rope_theta"),
     ],
 )
-def test_parameters_made_by_hand(rope: RopeParameters, named: str) -> None:
-    """RopeParameters that lack what their type needs are refused by the name of it."""
+def test_parameters_made_by_hand(fields: dict[str, Any], named: str) -> None:
+    """RopeParameters of another type, or with too little or too much for theirs, are refused by name."""
     with pytest.raises(ConfigError, match=named):
-        inv_freq(rope, 64)
+        RopeParameters(**fields)

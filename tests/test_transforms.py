@@ -284,6 +284,33 @@ def test_traced_positions_outside(model: Qwen3, expected: np.ndarray, wrong: int
     assert np.asarray(cache.keys[:, 0, 11]).any()
 
 
+GAPS = ([5, *range(6, 17)], [*range(6), *range(7, 13)], [3, 2, 1, 0, *range(1, 9)], [0] * 12)
+
+
+@pytest.mark.parametrize("row", GAPS)
+def test_positions_with_a_gap(model: Qwen3, expected: np.ndarray, row: list[int]) -> None:
+    """With a cache, positions that leave a slot empty raise; traced ones answer NaN from there on."""
+    positions = np.tile(np.arange(12, dtype=np.int32), (3, 1))
+    positions[1] = row
+    with pytest.raises(InputError, match="consecutive"):
+        model(TOKENS, positions=positions, cache=model.init_cache(3, 32))
+    logits, _ = cached(model, TOKENS, positions, model.init_cache(3, 32))
+    unbroken = np.cumprod(positions[1] == (row[0] if row[0] == 0 else -99) + np.arange(12)).astype(bool)
+    if unbroken.any():
+        close(logits[1, unbroken], expected[1, unbroken])
+    assert np.isnan(logits[1, ~unbroken]).all()
+    close(logits[jnp.array([0, 2])], expected[[0, 2]])
+
+
+def test_positions_may_go_back(model: Qwen3, expected: np.ndarray) -> None:
+    """A row may be rewound: what is written again is what is seen."""
+    _, cache = model(TOKENS, cache=model.init_cache(3, 32))
+    places = np.tile(np.arange(8, 12, dtype=np.int32), (3, 1))
+    logits, cache = model(TOKENS[:, 8:], positions=places, cache=cache)
+    close(logits, expected[:, 8:])
+    assert cache.lengths.tolist() == [12, 12, 12]
+
+
 @pytest.mark.parametrize("wrong", [16, 17, 500])
 def test_traced_positions_beyond_the_cache(model: Qwen3, expected: np.ndarray, wrong: int) -> None:
     """A traced position that the RoPE table has and the cache has not answers NaN, and is stored nowhere."""

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 import tiny
-from jaxfuse import JaxfuseError, Qwen3, Qwen3Config, weights
+from jaxfuse import CheckpointError, JaxfuseError, Qwen3, Qwen3Config, weights
 from jaxfuse.checkpoint_files import CheckpointFiles
 
 Tensors = dict[str, np.ndarray]
@@ -532,3 +532,13 @@ def test_saved_files_have_the_users_mode(tmp_path: Path) -> None:
         "config.json": 0o644,
         "model.safetensors": 0o644,
     }
+
+
+def test_float16_that_overflows(files: tuple[Path, dict[str, Any], Tensors]) -> None:
+    """A weight that float16 cannot hold is named, not turned into infinity."""
+    folder, config, tensors = files
+    tensors[EMBEDDING][3, 5] = 1e6
+    write(folder, config, tensors)
+    with pytest.raises(CheckpointError, match=rf"{EMBEDDING} holds values beyond float16"):
+        Qwen3.from_pretrained(folder, dtype="float16")
+    Qwen3.from_pretrained(folder, dtype="bfloat16")
