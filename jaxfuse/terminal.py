@@ -24,8 +24,11 @@ def transient(message: str) -> None:
 @contextmanager
 def loading_bar() -> Iterator[Callable[[int, int], None]]:
     """A bar for `weights.load`; none when standard error is no terminal."""
+    if not sys.stderr.isatty():  # a disabled bar of rich 14.0 still writes a line
+        yield lambda done, total: None
+        return
     columns = (TextColumn("loading"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("loading", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
