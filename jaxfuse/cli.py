@@ -24,9 +24,12 @@ from jaxfuse import compile_cache, devices, weights
 from jaxfuse.config import DTYPES, Qwen3Config
 from jaxfuse.errors import JaxfuseError
 from jaxfuse.fields import read_json_object
+from jaxfuse.fused_ops import fused_ops
 from jaxfuse.generate import Generation, stream
 from jaxfuse.hub import resolve
-from jaxfuse.kernels import Implementation, ImplementationError, Rounding, check_implementation
+from jaxfuse.kernels import Implementation, ImplementationError, Rounding, check_implementation, has_mosaic
+from jaxfuse.model import model_dtype
+from jaxfuse.numerics import Numerics
 from jaxfuse.sampling import Sampling
 from jaxfuse.terminal import Stopwatch, loading_bar, note, transient
 from jaxfuse.text import Tokenizer
@@ -87,7 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--raw", action="store_true", help="give PROMPT as it is, without the chat template")
     command.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     command.add_argument("--rounding", choices=get_args(Rounding), default="fused", help="hf: as transformers rounds")
-    command.add_argument("--implementation", choices=get_args(Implementation), help="of the fused ops; xla is there")
+    command.add_argument(
+        "--implementation",
+        choices=get_args(Implementation),
+        help="of the fused ops; default: the faster for the device and the shape",
+    )
     command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
     command = commands.add_parser("info", help="describe a model and this machine")
@@ -122,6 +129,11 @@ def _generate(options: argparse.Namespace) -> int:
         raise JaxfuseError("--raw is about a PROMPT; --tokens are taken as they are: leave one out")
     check_implementation(options.implementation, options.rounding)
     devices.start()
+    if options.implementation == "mosaic" and not has_mosaic():
+        raise JaxfuseError(
+            "--implementation mosaic needs an NVIDIA GPU of compute capability 9.0 (Hopper) or more, this is "
+            f'{devices.describe()}; pass "xla", or leave it out'
+        )
     for message in (compile_cache.enable(), devices.unused_gpu()):
         if message is not None:
             note(message)
@@ -150,7 +162,7 @@ def _generate(options: argparse.Namespace) -> int:
             "device": devices.describe(),
             "dtype": model.numerics.dtype.name,
             "rounding": model.numerics.rounding,
-            "implementation": model.numerics.implementation or "xla",
+            "implementation": "mosaic" if "mosaic" in fused_ops(model.config, model.numerics).values() else "xla",
             "prompt_tokens": [prompt],
             "tokens": [answer.tokens],
             "text": None if tokenizer is None else [tokenizer.decode(answer.tokens)],
@@ -256,6 +268,7 @@ def _info(options: argparse.Namespace) -> int:
         "vocabulary": f"{config.vocab_size:,}" + (", tied" if config.tie_word_embeddings else ""),
         "positions": f"{config.max_position_embeddings:,}, RoPE {config.rope.rope_type}",
         "dtype": config.dtype or "that of the weights",
+        "fused ops": _fused_ops(config),
         "device": devices.describe(),
         "versions": f"jaxfuse {jaxfuse.__version__}, jax {jax.__version__}",
     }
@@ -266,6 +279,14 @@ def _info(options: argparse.Namespace) -> int:
     if message is not None:
         note(message)
     return 0
+
+
+def _fused_ops(config: Qwen3Config) -> str:
+    """What runs them by default, for one token: "mosaic: rms_norm, silu_and_mul; xla: head_norm"."""
+    chosen = fused_ops(config, Numerics(model_dtype(config, None)))
+    return "; ".join(
+        f"{one}: {', '.join(op for op, found in chosen.items() if found == one)}" for one in sorted({*chosen.values()})
+    )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxfuse.cache import KVCache
 from jaxfuse.errors import InputError
+from jaxfuse.kernels.dispatch import explaining
 from jaxfuse.model import Qwen3, check_ids
 from jaxfuse.sampling import Sampling, request_keys, sample
 
@@ -64,6 +65,7 @@ def generate(
     Raises:
         InputError, TypeError: when an argument does not fit, or the longest prompt and `max_new_tokens` together
             exceed the model's maximum; before any work is done.
+        ImplementationError: when the device cannot run the implementation that the model asks for by name.
     """
     run = _Run(model, prompts, max_new_tokens, sampling, stop_token_ids, key)
     run.advance(max_new_tokens)
@@ -144,7 +146,8 @@ class _Run:
             # Padded with a token of its own: one whose embedding is NaN must not reach a prompt without it.
             row[:] = tokens[-1]
             row[: len(tokens)] = tokens
-        self.logits, self.cache = prefill(self.tree, self.leaves, padded, lengths)
+        with explaining(model.numerics.implementation, *self.leaves):
+            self.logits, self.cache = prefill(self.tree, self.leaves, padded, lengths)
         self.capacity = min(bucket(longest + max_new_tokens, 512), limit)
         self.state: State | None = None
 

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxfuse.cache import KVCache
 from jaxfuse.config import Qwen3Config
 from jaxfuse.errors import InputError
+from jaxfuse.fused_ops import fused_ops
 from jaxfuse.kernels import Implementation, Rounding, check_implementation
 from jaxfuse.layers import DecoderLayer, Embedding, Linear, RMSNorm, RotaryEmbedding
 from jaxfuse.numerics import Numerics
@@ -31,10 +32,11 @@ class Qwen3(nnx.Module):
         rngs: draws the initial weights.
         dtype: of weights and activations; None takes the configuration's, float32 if it names none.
         rounding: "fused", or "hf" to round where transformers does.
-        implementation: of the fused ops; None chooses the fastest for the device and the shape.
+        implementation: of the fused ops; None chooses the faster for the device and the shape.
 
     Raises:
-        ValueError, NotImplementedError: when the implementation cannot run.
+        ImplementationError: when the implementation cannot take the model's shapes, or the rounding. A device that
+            lacks it is refused when the model runs.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class Qwen3(nnx.Module):
     ):
         check_implementation(implementation, rounding)
         numerics = Numerics(model_dtype(config, dtype), rounding, implementation)
+        if implementation is not None:
+            fused_ops(config, numerics)  # raises now, rather than when the model runs
         self.config = config
         self.numerics = numerics
         size, std = config.hidden_size, config.initializer_range

@@ -4,19 +4,23 @@ Each op takes two more arguments:
 
 * `rounding`: "fused" computes in float32 and rounds once, at each output; "hf" rounds where transformers'
   eager Qwen3 does, for comparing bits with it.
-* `implementation`: "xla" is plain jax.numpy and runs anywhere. None picks for you. A name that is not
-  available raises ImplementationError, a ValueError; it never becomes another.
+* `implementation`: "mosaic" is a Pallas kernel for NVIDIA GPUs from Hopper on; "xla" is plain jax.numpy and runs
+  anywhere. None picks the faster one for the device and the shape, before anything is traced. One asked for by
+  name runs or raises ImplementationError, a ValueError; it never becomes another.
 
 Inputs are bfloat16, float16 or float32, and outputs have their dtype. Every op is differentiable in reverse
 mode, to any order, and can be vmapped. An argument that does not fit raises TypeError (kind or dtype) or
-ValueError (shape or value). In "xla" the order of a norm's sum is XLA's choice, which may follow from the number
-of rows: a row then differs by float32 roundings from the same row among others.
+ValueError (shape or value).
+
+In "mosaic" a row's bits depend neither on the rows beside it nor on their number, and repeat. In "xla" the order of
+a norm's sum is XLA's choice, which may follow from the number of rows: a row then differs by float32 roundings from
+the same row among others.
 """
 
 import jax
 
 from .checks import Array, check_residual, check_rms_norm, check_rotary_embedding, check_silu_and_mul
-from .dispatch import Implementation, ImplementationError, check_implementation, choose
+from .dispatch import Implementation, ImplementationError, check_implementation, choose, has_mosaic, pick
 from .reference import Rounding, round_to
 
 # No __version__: seen from the repository root, transformers would take this folder for another package.
@@ -26,6 +30,8 @@ __all__ = [
     "Rounding",
     "check_implementation",
     "fused_add_rms_norm",
+    "has_mosaic",
+    "pick",
     "rms_norm",
     "rotary_embedding",
     "round_to",
@@ -54,9 +60,10 @@ def rms_norm(
     Raises:
       TypeError, ValueError: an argument does not fit, or the implementation is not available.
     """
-    run = choose("rms_norm", implementation, rounding)
+    check_implementation(implementation, rounding, "rms_norm")
     check_rms_norm("rms_norm", x, weight, eps)
-    result: jax.Array = run(x, weight, eps=eps, rounding=rounding)
+    run = choose("rms_norm", implementation, rounding, x, weight)
+    result: jax.Array = run(x, weight, eps=eps)
     return result
 
 
@@ -83,10 +90,11 @@ def fused_add_rms_norm(
     Raises:
       TypeError, ValueError: an argument does not fit, or the implementation is not available.
     """
-    run = choose("fused_add_rms_norm", implementation, rounding)
+    check_implementation(implementation, rounding, "fused_add_rms_norm")
     check_rms_norm("fused_add_rms_norm", x, weight, eps)
     check_residual("fused_add_rms_norm", x, residual)
-    result: tuple[jax.Array, jax.Array] = run(x, residual, weight, eps=eps, rounding=rounding)
+    run = choose("fused_add_rms_norm", implementation, rounding, x, residual, weight)
+    result: tuple[jax.Array, jax.Array] = run(x, residual, weight, eps=eps)
     return result
 
 
@@ -102,9 +110,10 @@ def silu_and_mul(x: Array, *, rounding: Rounding = "fused", implementation: Impl
     Raises:
       TypeError, ValueError: an argument does not fit, or the implementation is not available.
     """
-    run = choose("silu_and_mul", implementation, rounding)
+    check_implementation(implementation, rounding, "silu_and_mul")
     check_silu_and_mul("silu_and_mul", x)
-    result: jax.Array = run(x, rounding=rounding)
+    run = choose("silu_and_mul", implementation, rounding, x)
+    result: jax.Array = run(x)
     return result
 
 
@@ -134,7 +143,8 @@ def rotary_embedding(
     Raises:
       TypeError, ValueError: an argument does not fit, or the implementation is not available.
     """
-    run = choose("rotary_embedding", implementation, rounding)
+    check_implementation(implementation, rounding, "rotary_embedding")
     check_rotary_embedding("rotary_embedding", q, k, positions, cos_sin_cache)
-    result: tuple[jax.Array, jax.Array] = run(q, k, positions, cos_sin_cache, rounding=rounding)
+    run = choose("rotary_embedding", implementation, rounding, q, k, positions, cos_sin_cache)
+    result: tuple[jax.Array, jax.Array] = run(q, k, positions, cos_sin_cache)
     return result

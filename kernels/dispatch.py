@@ -1,41 +1,68 @@
-"""Which implementation of an op runs: chosen from Python values, before anything is traced.
+"""Which implementation of an op runs: chosen from Python values, before the op is traced.
 
-A new implementation is one more entry in `FUNCTIONS`; what `None` means is decided in `choose` alone.
+One asked for by name runs or raises. What `None` means is decided in `pick` alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from . import reference
+import jax
+from jax import lax
+
+from . import activation, reference, rope
+from . import rms_norm as norms
 from .reference import Rounding
 
 Implementation = Literal["mosaic", "triton", "xla"]
+type _Function = Callable[..., Any]
 
 
 class ImplementationError(ValueError):
     """An implementation or a rounding that does not exist, or not together, or not here."""
 
 
-FUNCTIONS: Mapping[str, Mapping[Implementation, Callable[..., Any]]] = MappingProxyType(
+@dataclass(frozen=True)
+class _Op:
+    """What runs an op. All take its arrays; `xla` takes `rounding` besides."""
+
+    xla: _Function
+    mosaic: _Function
+    refusal: Callable[..., str | None]
+    """Why the Mosaic kernel cannot take these arrays, or None."""
+    faster: Callable[..., bool]
+    """Whether the Mosaic kernel is the faster one for these arrays, on an H200 (bench/NOTES.md)."""
+
+
+def _wide(x: jax.Array, *_: jax.Array) -> bool:
+    # Of head-sized rows neither is faster at few, and XLA is at many: 6.9 against 7.4 µs for 65,536 rows of 128.
+    return x.shape[-1] > 256
+
+
+def _always(*_: jax.Array) -> bool:
+    return True
+
+
+OPS: Mapping[str, _Op] = MappingProxyType(
     {
-        "rms_norm": MappingProxyType({"xla": reference.rms_norm}),
-        "fused_add_rms_norm": MappingProxyType({"xla": reference.fused_add_rms_norm}),
-        "silu_and_mul": MappingProxyType({"xla": reference.silu_and_mul}),
-        "rotary_embedding": MappingProxyType({"xla": reference.rotary_embedding}),
+        "rms_norm": _Op(reference.rms_norm, norms.rms_norm, norms.refusal, _wide),
+        "fused_add_rms_norm": _Op(reference.fused_add_rms_norm, norms.fused_add_rms_norm, norms.refusal, _always),
+        "silu_and_mul": _Op(reference.silu_and_mul, activation.silu_and_mul, activation.refusal, _always),
+        "rotary_embedding": _Op(reference.rotary_embedding, rope.rotary_embedding, rope.refusal, _always),
     }
 )
+_AVAILABLE: tuple[Implementation, ...] = ("mosaic", "xla")
 
 
-def choose(op: str, implementation: Implementation | None, rounding: Rounding) -> Callable[..., Any]:
-    """The function that computes `op`. One asked for by name is given or refused, never replaced.
-
-    Raises ImplementationError for a name that is unknown, that `op` does not have, or that cannot round as asked.
-    """
+def check_implementation(implementation: Implementation | None, rounding: Rounding, op: str = "jaxfuse") -> None:
+    """Raise ImplementationError unless the ops have `implementation` with `rounding`, on some device and shape."""
     if rounding not in get_args(Rounding):
         raise ImplementationError(f"{op}: rounding must be one of {_names(get_args(Rounding))}; got {rounding!r}.")
     if implementation is None:
-        return FUNCTIONS[op]["xla"]
+        return
     if implementation not in get_args(Implementation):
         raise ImplementationError(
             f"{op}: implementation must be one of {_names(get_args(Implementation))} or None; got {implementation!r}."
@@ -45,18 +72,92 @@ def choose(op: str, implementation: Implementation | None, rounding: Rounding) -
             f'{op}: rounding "hf" exists in implementation "xla" alone; got {implementation!r}; '
             'pass implementation="xla" or None, or rounding="fused".'
         )
-    if implementation not in FUNCTIONS[op]:
+    if implementation not in _AVAILABLE:
         raise ImplementationError(
-            f"{op}: implementation {implementation!r} is not available; available: {_names(FUNCTIONS[op])}; "
+            f"{op}: implementation {implementation!r} is not available; available: {_names(_AVAILABLE)}; "
             "pass one of these, or None for the default."
         )
-    return FUNCTIONS[op][implementation]
 
 
-def check_implementation(implementation: Implementation | None, rounding: Rounding) -> None:
-    """Raise ImplementationError unless every op has `implementation` with `rounding`: for a model, when it is made."""
-    for op in FUNCTIONS:
-        choose(op, implementation, rounding)
+def pick(name: str, implementation: Implementation | None, rounding: Rounding, *arrays: Any) -> Implementation:
+    """The implementation that runs the op called `name`; of the arrays, shapes and dtypes are enough.
+
+    None means "mosaic" where the device has it, the shape suits it, and it is the faster one there; else "xla".
+
+    Raises:
+      ImplementationError: an implementation asked for by name cannot take these arrays.
+    """
+    op = OPS[name]
+    if implementation == "xla" or rounding == "hf":
+        return "xla"
+    refusal = op.refusal(*arrays)
+    if implementation is None:
+        return "mosaic" if refusal is None and op.faster(*arrays) and has_mosaic(*arrays) else "xla"
+    if refusal is not None:
+        raise ImplementationError(f'{name}: implementation "mosaic" {refusal}; pass implementation="xla" or None.')
+    return implementation
+
+
+def choose(name: str, implementation: Implementation | None, rounding: Rounding, *arrays: Any) -> _Function:
+    """The function of these arrays that computes the op called `name`; what None means, and errors, as in `pick`."""
+    op = OPS[name]
+    plain = partial(op.xla, rounding=rounding)
+    if pick(name, implementation, rounding, *arrays) == "xla":
+        return plain
+    if implementation is None and any(isinstance(array, jax.core.Tracer) for array in arrays):
+        # What is traced here may yet be compiled for another device than the default one.
+        return partial(_on_cuda, op.mosaic, plain)
+    return partial(_run_mosaic, op.mosaic)
+
+
+def _run_mosaic(kernel: _Function, *arrays: Any, **options: Any) -> Any:
+    with explaining("mosaic", *arrays):
+        return kernel(*arrays, **options)
+
+
+@contextmanager
+def explaining(implementation: Implementation | None, *arrays: Any) -> Iterator[None]:
+    """Say what is missing where Pallas refuses to compile for a device that has no Mosaic kernels."""
+    try:
+        yield
+    except ValueError as error:
+        if implementation != "mosaic" or isinstance(error, ImplementationError) or has_mosaic(*arrays):
+            raise
+        raise ImplementationError(
+            'implementation "mosaic" needs an NVIDIA GPU of compute capability 9.0 (Hopper) or more that JAX can use; '
+            f'got {_default_device().device_kind}; pass implementation="xla" or None.'
+        ) from error
+
+
+def has_mosaic(*arrays: Any) -> bool:
+    """Whether the device runs the Mosaic kernels: an NVIDIA GPU of compute capability 9.0 (Hopper) or more.
+
+    The device is that of the arrays; while tracing, when they have none, JAX's default device.
+    """
+    devices = {
+        device
+        for array in arrays
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+        for device in array.devices()
+    }
+    return all(map(_has_mosaic, devices or {_default_device()}))
+
+
+def _has_mosaic(device: jax.Device) -> bool:
+    capability = str(getattr(device, "compute_capability", ""))  # "9.0"; another maker's is "gfx942".
+    major = capability.partition(".")[0]
+    return device.platform == "gpu" and major.isdecimal() and int(major) >= 9
+
+
+def _default_device() -> jax.Device:
+    device = jax.config.jax_default_device
+    if device is None:
+        return jax.local_devices()[0]
+    return jax.local_devices(backend=device)[0] if isinstance(device, str) else device
+
+
+def _on_cuda(kernel: _Function, plain: _Function, *arrays: jax.Array, **options: Any) -> Any:
+    return lax.platform_dependent(*arrays, cuda=partial(kernel, **options), default=partial(plain, **options))
 
 
 def _names(names: Any) -> str:

@@ -1,0 +1,33 @@
+"""The fused ops of a model: at which shapes it calls them, and what runs them."""
+
+import jax
+
+from jaxfuse.config import Qwen3Config
+from jaxfuse.kernels import Implementation, pick
+from jaxfuse.numerics import Numerics
+
+
+def fused_ops(config: Qwen3Config, numerics: Numerics) -> dict[str, Implementation]:
+    """The implementation of each fused op, on JAX's default device; "head_norm" is the `rms_norm` of q and k.
+
+    Raises:
+        ImplementationError: when the one that the model asks for by name cannot take the model's shapes.
+    """
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, numerics.dtype)
+
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    heads = [array(1, count, head_dim) for count in (config.num_attention_heads, config.num_key_value_heads)]
+    positions = jax.ShapeDtypeStruct((1,), "int32")
+    table = jax.ShapeDtypeStruct((config.max_position_embeddings, head_dim), "float32")
+    calls: dict[str, tuple[str, *tuple[jax.ShapeDtypeStruct, ...]]] = {
+        "rms_norm": ("rms_norm", array(1, hidden), array(hidden)),
+        "fused_add_rms_norm": ("fused_add_rms_norm", array(1, hidden), array(1, hidden), array(hidden)),
+        "head_norm": ("rms_norm", heads[0], array(head_dim)),
+        "rotary_embedding": ("rotary_embedding", *heads, positions, table),
+        "silu_and_mul": ("silu_and_mul", array(1, 2 * inner)),
+    }
+    return {
+        name: pick(op, numerics.implementation, numerics.rounding, *arrays) for name, (op, *arrays) in calls.items()
+    }
