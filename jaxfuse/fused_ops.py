@@ -18,14 +18,14 @@ def fused_ops(config: Qwen3Config, numerics: Numerics) -> dict[str, Implementati
         return jax.ShapeDtypeStruct(shape, numerics.dtype)
 
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    heads = [array(1, count, head_dim) for count in (config.num_attention_heads, config.num_key_value_heads)]
+    q, k = array(1, config.num_attention_heads, head_dim), array(1, config.num_key_value_heads, head_dim)
     positions = jax.ShapeDtypeStruct((1,), "int32")
     table = jax.ShapeDtypeStruct((config.max_position_embeddings, head_dim), "float32")
     calls: dict[str, tuple[str, *tuple[jax.ShapeDtypeStruct, ...]]] = {
         "rms_norm": ("rms_norm", array(1, hidden), array(hidden)),
         "fused_add_rms_norm": ("fused_add_rms_norm", array(1, hidden), array(1, hidden), array(hidden)),
-        "head_norm": ("rms_norm", heads[0], array(head_dim)),
-        "rotary_embedding": ("rotary_embedding", *heads, positions, table),
+        "head_norm": ("rms_norm", q, array(head_dim)),
+        "rotary_embedding": ("rotary_embedding", q, k, positions, table),
         "silu_and_mul": ("silu_and_mul", array(1, 2 * inner)),
     }
     return {

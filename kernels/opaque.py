@@ -21,13 +21,18 @@ def opaque(launch: Arrays, reference: Arrays, *, shared: tuple[int, ...]) -> Arr
 
     @jax.custom_batching.custom_vmap
     def batched(*arrays: jax.Array) -> Any:
-        return _varying_like(arrays, launch(*arrays))
+        return _varying_alike(launch(*arrays), arrays)
 
     @batched.def_vmap
     def _rule(axis_size: int, in_batched: list[bool], *arrays: jax.Array) -> Any:
         if any(in_batched[i] for i in shared):
             # Rows that do not share these: Pallas makes the batch an axis of the kernel's grid.
-            result = jax.vmap(launch, [0 if yes else None for yes in in_batched])(*arrays)
+            run = jax.vmap(launch, [0 if yes else None for yes in in_batched])
+            if axis_size == 0:  # no kernel takes a grid of none
+                result = jax.tree.map(lambda r: jnp.zeros(r.shape, r.dtype), jax.eval_shape(run, *arrays))
+            else:
+                result = run(*arrays)
+            result = _varying_alike(result, arrays)
         else:
             result = batched(
                 *(
@@ -49,15 +54,19 @@ def opaque(launch: Arrays, reference: Arrays, *, shared: tuple[int, ...]) -> Arr
         return jax.vjp(reference, *arrays)[1](cotangents)
 
     differentiable.defvjp(forward, backward)
-    return differentiable
+    # All alike, so that every result and every gradient varies as the reference's does.
+    return lambda *arrays: differentiable(*_varying_alike(arrays, arrays))
 
 
-def _varying_like(arrays: tuple[jax.Array, ...], results: Any) -> Any:
-    """Under shard_map, results vary over the mesh axes that any argument varies over; Pallas does not say so."""
+def _varying_alike(values: Any, arrays: tuple[jax.Array, ...]) -> Any:
+    """Under shard_map, values that vary over the mesh axes that any of the arrays varies over.
+
+    Pallas does not say so of a kernel's results. Elsewhere this does nothing.
+    """
 
     def varying(array: jax.Array) -> frozenset[Any]:
         axes: frozenset[Any] = jax.typeof(array).manual_axis_type.varying
         return axes
 
     axes = frozenset[Any]().union(*map(varying, arrays))
-    return jax.tree.map(lambda result: lax.pcast(result, tuple(axes - varying(result)), to="varying"), results)
+    return jax.tree.map(lambda value: lax.pcast(value, tuple(axes - varying(value)), to="varying"), values)

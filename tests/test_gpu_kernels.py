@@ -18,7 +18,7 @@ from jaxfuse.kernels import fused_add_rms_norm, rms_norm, rotary_embedding, silu
 pytestmark = [pytest.mark.gpu, needs_mosaic]
 
 DTYPES = ["bfloat16", "float16", "float32"]
-ROWS = [1, 3, 64, 1000, 16384]
+ROWS = [1, 3, 1000, 16384]
 # Hidden sizes of 0.6B, 4B, 8B, 32B and the shipped checkpoint, and their head size; the intermediate sizes; the heads.
 WIDTHS = [1024, 2560, 4096, 5120, 256, 128]
 INNER = [3072, 9728, 12288, 25600, 512]
@@ -38,11 +38,15 @@ xla: dict[str, Run] = {name: partial(run, implementation="xla") for name, run in
 counter = iter(range(10**6))
 
 
-def heavy(*shape: int, dtype: Any) -> jax.Array:
+def heavy(*shape: int, dtype: str) -> jax.Array:
     """Fresh values over some four decades: a normal number times the exponential of another."""
-    keys = jax.random.split(jax.random.key(next(counter)))
-    draw = jax.jit(lambda keys: jax.random.normal(keys[0], shape) * jnp.exp(jax.random.normal(keys[1], shape)))
-    return draw(keys).astype(dtype)
+    random = torch.Generator(DEVICE).manual_seed(next(counter))
+    normal, scale = (torch.randn(shape, generator=random, device=DEVICE) for _ in range(2))
+    values = (normal * torch.exp(scale)).to(getattr(torch, dtype))
+    if DEVICE == "cpu":
+        return jnp.asarray(np.asarray(values.float())).astype(dtype)
+    torch.cuda.synchronize()
+    return jnp.from_dlpack(values)
 
 
 def make_table(length: int, width: int = 128) -> jax.Array:
@@ -68,6 +72,7 @@ def half_ulp(exact: torch.Tensor, dtype: Any) -> torch.Tensor:
 def assert_close(ours: jax.Array, exact: torch.Tensor, slack: torch.Tensor) -> None:
     """Within one rounding to the dtype, and `slack` for float32's roundings before it; nothing is missing."""
     error = (wide(ours) - exact).abs()
+    error = torch.where((exact.abs() > float(jnp.finfo(ours.dtype).max)) & wide(ours).isinf(), 0.0, error)
     allowed = half_ulp(exact, ours.dtype) + slack
     worst = torch.argmax(torch.nan_to_num(error / allowed, nan=torch.inf))
     assert bool((error <= allowed).all()), (
@@ -137,7 +142,7 @@ def test_rotary_embedding(heads: tuple[int, int], dtype: str) -> None:
             assert_close(result, exact, 2 * UNIT * torch.maximum(terms, swapped))
 
 
-def arguments(rows: int, dtype: Any) -> Iterator[tuple[str, tuple[jax.Array, ...]]]:
+def arguments(rows: int, dtype: str) -> Iterator[tuple[str, tuple[jax.Array, ...]]]:
     """Each op with arguments for it, at small sizes."""
     yield "rms_norm", (heavy(rows, 384, dtype=dtype), heavy(384, dtype=dtype))
     yield "rms_norm", (heavy(rows, 128, dtype=dtype), heavy(128, dtype=dtype))
