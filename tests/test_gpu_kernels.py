@@ -209,11 +209,13 @@ def test_extreme_values(dtype: str) -> None:
                 np.testing.assert_array_equal(kind(one), kind(other))
                 finite = kind(other) == 0
                 relative = {"bfloat16": 2**-7, "float16": 2**-10, "float32": 2**-18}[dtype]
+                # The two products of a rotation may cancel.
+                absolute = 1e-5 if name == "rotary_embedding" else 1e-6 * (dtype != "float32")
                 np.testing.assert_allclose(
                     np.asarray(one, np.float64)[finite],
                     np.asarray(other, np.float64)[finite],
                     rtol=relative,
-                    atol=float(info.smallest_subnormal) + 1e-6 * (dtype != "float32"),
+                    atol=float(info.smallest_subnormal) + absolute,
                 )
                 assert bits(one[1::2]) == bits(before[1::2])
 
