@@ -20,7 +20,7 @@ class Config:
     """How the kernel is launched."""
 
     vec: int
-    """Neighbouring elements that a thread loads at once."""
+    """Neighboring elements that a thread loads at once."""
     warps_per_row: int
     """1, 2 or 4 of the four warps of a program."""
     rows: int

@@ -28,7 +28,7 @@ def rows_at_once(width: int, vec: int, warps_per_row: int) -> int:
 def rows_layout(rows: int, width: int, *, vec: int, warps_per_row: int) -> Any:
     """The layout of a block `[rows, width]`, for `plgpu.load`.
 
-    A row lies across `warps_per_row` warps, each thread holding `vec` neighbouring elements at a time, so which
+    A row lies across `warps_per_row` warps, each thread holding `vec` neighboring elements at a time, so which
     elements of a row a thread adds up does not depend on the number of rows. Where there are too few rows for all
     threads, several hold the same elements, and store the same values.
 

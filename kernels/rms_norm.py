@@ -20,7 +20,7 @@ class Config:
     """How a kernel is launched. `vec` and `warps_per_row` fix the order of a row's sum."""
 
     vec: int
-    """Neighbouring elements that a thread loads at once."""
+    """Neighboring elements that a thread loads at once."""
     warps_per_row: int
     """1 or 4 of the four warps of a program."""
     rows: int

@@ -21,7 +21,7 @@ class Config:
     """How the kernel is launched: a program turns the heads of one token."""
 
     vec: int = 4
-    """Neighbouring elements that a thread loads at once. Of 2, 4 and 8, the first two were faster on an H200, by up
+    """Neighboring elements that a thread loads at once. Of 2, 4 and 8, the first two were faster on an H200, by up
     to a tenth, for 16, 32 and 64 heads beside 8 (bfloat16)."""
 
 

@@ -123,9 +123,6 @@ def test_no_copy_of_a_weight_or_the_cache(implementation: Implementation, batch:
     assert scratch[1] - scratch[0] <= 2 * one_layer
 
 
-KERNELS = {"rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding"}
-
-
 def decode_program(model: Qwen3, batch: int, compiler_options: dict[str, Any] | None = None) -> jax.stages.Compiled:
     """The decode loop that `generate` runs, for a short prompt."""
     leaves, treedef = jax.tree.flatten(model)
@@ -180,7 +177,7 @@ def test_the_decode_loop_is_a_command_buffer_of_kernels(name: str, batch: int, t
 def test_none_runs_the_kernels(name: str) -> None:
     """The default model runs Mosaic kernels, all but the norms of q and k, and generates the same twice."""
     model = shipped_or_full(name, None)
-    text = decode_program(model, 1).as_text()
+    text = decode_program(model, 2).as_text()  # of one row, the activation is XLA's, too
     assert text is not None
     # The shipped model's hidden size is as narrow as a head may be, so its first norm alone is left to XLA, too.
     assert text.count('custom_call_target="mosaic_gpu') >= 4 * model.config.num_hidden_layers

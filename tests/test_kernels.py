@@ -26,6 +26,7 @@ from jaxfuse.kernels import (
     rotary_embedding,
     silu_and_mul,
 )
+from truth import UNIT, Wide, rms_norm64, rotate64, rounding_bound, silu_and_mul64, wide
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
@@ -33,32 +34,6 @@ ROUNDINGS = get_args(Rounding)
 # In float32 the two roundings are one computation; of the other pairs, enough to see each dtype and rounding.
 KINDS = [(jnp.bfloat16, "fused"), (jnp.bfloat16, "hf"), (jnp.float16, "hf"), (jnp.float32, "fused")]
 EPS = 1e-6
-UNIT = 2.0**-24  # what one float32 rounding may do to a value, relative to it
-
-Wide = NDArray[np.float64]
-
-
-# The ops in float64.
-
-
-def rms_norm64(x: Wide, weight: Wide) -> Wide:
-    """x [..., H], weight [H]."""
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + EPS) * weight
-
-
-def silu_and_mul64(x: Wide) -> Wide:
-    """x [..., 2 I]."""
-    gate, up = np.split(x, 2, axis=-1)
-    return gate / (1 + np.exp(-gate)) * up
-
-
-def rotate64(x: Wide, positions: NDArray[Any], cache: Wide) -> Wide:
-    """x [..., heads, D], cache [max_position, rotary_dim]."""
-    half = cache.shape[1] // 2
-    cos, sin = cache[positions][..., None, :half], cache[positions][..., None, half:]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
-
 
 # Inputs.
 
@@ -83,11 +58,6 @@ def make_cache(max_position: int, rotary_dim: int) -> jax.Array:
 def make_positions(seed: int, shape: tuple[int, ...], max_position: int) -> jax.Array:
     """Positions in the table, int32."""
     return jnp.asarray(np.random.default_rng(seed).integers(0, max_position, shape).astype(np.int32))
-
-
-def wide(x: jax.Array) -> Wide:
-    """The same values in float64."""
-    return np.asarray(x).astype(np.float64)
 
 
 Call = tuple[Callable[..., Any], tuple[jax.Array, ...], int]
@@ -212,13 +182,6 @@ def test_numpy_arguments() -> None:
 # Numbers.
 
 
-def rounding_bound(exact: Wide, dtype: Any) -> Wide:
-    """Half the distance between neighbors in `dtype`: what one correct rounding may add."""
-    info = jnp.finfo(dtype)
-    exponent = np.maximum(np.frexp(exact)[1] - 1, info.minexp)
-    return 2.0 ** (exponent - info.nmant - 1)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 3, 127, 5120])
 def test_norms_against_float64(dtype: Any, width: int) -> None:
@@ -233,8 +196,8 @@ def test_norms_against_float64(dtype: Any, width: int) -> None:
     roundings = (np.sqrt(width) + 3) / 2 + 4 + 2
     added, total = fused_add_rms_norm(x, residual, weight, eps=EPS)
     for ours, exact, count in [
-        (rms_norm(x, weight, eps=EPS), rms_norm64(wide(x), wide(weight)), roundings),
-        (added, rms_norm64(total64, wide(weight)), roundings + 2),
+        (rms_norm(x, weight, eps=EPS), rms_norm64(wide(x), wide(weight), EPS), roundings),
+        (added, rms_norm64(total64, wide(weight), EPS), roundings + 2),
         (total, total64, 1),
     ]:
         bound = rounding_bound(exact, dtype) + count * UNIT * np.abs(exact)
@@ -362,8 +325,8 @@ def mixed(op: str, dtype: Any, rounding: Rounding) -> Mixed:
             [q, k],
         )
     exact: dict[str, Callable[..., Any]] = {
-        "rms_norm": rms_norm64,
-        "fused_add_rms_norm": lambda x, residual, weight: (rms_norm64(x + residual, weight), x + residual),
+        "rms_norm": partial(rms_norm64, eps=EPS),
+        "fused_add_rms_norm": lambda x, residual, weight: (rms_norm64(x + residual, weight, EPS), x + residual),
         "silu_and_mul": silu_and_mul64,
     }
     return lambda *x: mix(run(*x, rounding=rounding)), lambda *x: mix(exact[op](*x)), list(arguments)
