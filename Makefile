@@ -30,7 +30,7 @@ test: venv-dev
 lint: venv-dev
 	.venv/bin/ruff check $(sources)
 	.venv/bin/ruff format --check $(sources)
-	scripts/type-check
+	.venv/bin/mypy $(filter-out kernels,$(sources))
 
 format: venv-dev
 	.venv/bin/ruff check --fix $(sources)

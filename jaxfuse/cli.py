@@ -93,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--implementation",
         choices=get_args(Implementation),
-        help="of the fused ops; default: the faster for the device and the shape",
+        help="of the fused ops; default: by device and shape, what is faster for the op alone; triton is not in this "
+        "release",
     )
     command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
@@ -282,11 +283,15 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _fused_ops(config: Qwen3Config) -> str:
-    """What runs them by default, for one token: "mosaic: rms_norm, silu_and_mul; xla: head_norm"."""
-    chosen = fused_ops(config, Numerics(model_dtype(config, None)))
-    return "; ".join(
-        f"{one}: {', '.join(op for op, found in chosen.items() if found == one)}" for one in sorted({*chosen.values()})
-    )
+    """What runs them by default: "mosaic: rms_norm, silu_and_mul; xla: head_norm; for one token silu_and_mul: xla"."""
+    numerics = Numerics(model_dtype(config, None))
+    alone, several = (fused_ops(config, numerics, rows=rows) for rows in (1, 2))
+    parts = [
+        f"{one}: {', '.join(op for op, found in several.items() if found == one)}"
+        for one in sorted({*several.values()})
+    ]
+    parts += [f"for one token {op}: {found}" for op, found in alone.items() if found != several[op]]
+    return "; ".join(parts)
 
 
 if __name__ == "__main__":

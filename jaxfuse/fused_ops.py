@@ -7,8 +7,10 @@ from jaxfuse.kernels import Implementation, pick
 from jaxfuse.numerics import Numerics
 
 
-def fused_ops(config: Qwen3Config, numerics: Numerics) -> dict[str, Implementation]:
-    """The implementation of each fused op, on JAX's default device; "head_norm" is the `rms_norm` of q and k.
+def fused_ops(config: Qwen3Config, numerics: Numerics, *, rows: int = 1) -> dict[str, Implementation]:
+    """The implementation of each fused op for so many tokens, on JAX's default device.
+
+    "head_norm" is the `rms_norm` of q and k.
 
     Raises:
         ImplementationError: when the one that the model asks for by name cannot take the model's shapes.
@@ -18,15 +20,15 @@ def fused_ops(config: Qwen3Config, numerics: Numerics) -> dict[str, Implementati
         return jax.ShapeDtypeStruct(shape, numerics.dtype)
 
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q, k = array(1, config.num_attention_heads, head_dim), array(1, config.num_key_value_heads, head_dim)
-    positions = jax.ShapeDtypeStruct((1,), "int32")
+    q, k = array(rows, config.num_attention_heads, head_dim), array(rows, config.num_key_value_heads, head_dim)
+    positions = jax.ShapeDtypeStruct((rows,), "int32")
     table = jax.ShapeDtypeStruct((config.max_position_embeddings, head_dim), "float32")
     calls: dict[str, tuple[str, *tuple[jax.ShapeDtypeStruct, ...]]] = {
-        "rms_norm": ("rms_norm", array(1, hidden), array(hidden)),
-        "fused_add_rms_norm": ("fused_add_rms_norm", array(1, hidden), array(1, hidden), array(hidden)),
+        "rms_norm": ("rms_norm", array(rows, hidden), array(hidden)),
+        "fused_add_rms_norm": ("fused_add_rms_norm", array(rows, hidden), array(rows, hidden), array(hidden)),
         "head_norm": ("rms_norm", q, array(head_dim)),
         "rotary_embedding": ("rotary_embedding", q, k, positions, table),
-        "silu_and_mul": ("silu_and_mul", array(1, 2 * inner)),
+        "silu_and_mul": ("silu_and_mul", array(rows, 2 * inner)),
     }
     return {
         name: pick(op, numerics.implementation, numerics.rounding, *arrays) for name, (op, *arrays) in calls.items()

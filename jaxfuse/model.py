@@ -32,7 +32,7 @@ class Qwen3(nnx.Module):
         rngs: draws the initial weights.
         dtype: of weights and activations; None takes the configuration's, float32 if it names none.
         rounding: "fused", or "hf" to round where transformers does.
-        implementation: of the fused ops; None chooses the faster for the device and the shape.
+        implementation: of the fused ops; None chooses by device and shape the one that is faster for the op alone.
 
     Raises:
         ImplementationError: when the implementation cannot take the model's shapes, or the rounding. A device that

@@ -5,8 +5,8 @@ Each op takes two more arguments:
 * `rounding`: "fused" computes in float32 and rounds once, at each output; "hf" rounds where transformers'
   eager Qwen3 does, for comparing bits with it.
 * `implementation`: "mosaic" is a Pallas kernel for NVIDIA GPUs from Hopper on; "xla" is plain jax.numpy and runs
-  anywhere. None picks the faster one for the device and the shape, before anything is traced. One asked for by
-  name runs or raises ImplementationError, a ValueError; it never becomes another.
+  anywhere. None picks, by device and shape and before anything is traced, the one that is faster for the op alone.
+  One asked for by name runs or raises ImplementationError, a ValueError; it never becomes another.
 
 Inputs are bfloat16, float16 or float32, and outputs have their dtype. Every op is differentiable in reverse
 mode, to any order, and can be vmapped. An argument that does not fit raises TypeError (kind or dtype) or
@@ -60,10 +60,9 @@ def rms_norm(
     Raises:
       TypeError, ValueError: an argument does not fit, or the implementation is not available.
     """
-    check_implementation(implementation, rounding, "rms_norm")
     check_rms_norm("rms_norm", x, weight, eps)
     run = choose("rms_norm", implementation, rounding, x, weight)
-    result: jax.Array = run(x, weight, eps=eps)
+    result: jax.Array = run(x, weight, eps=float(eps))
     return result
 
 
@@ -90,11 +89,10 @@ def fused_add_rms_norm(
     Raises:
       TypeError, ValueError: an argument does not fit, or the implementation is not available.
     """
-    check_implementation(implementation, rounding, "fused_add_rms_norm")
     check_rms_norm("fused_add_rms_norm", x, weight, eps)
     check_residual("fused_add_rms_norm", x, residual)
     run = choose("fused_add_rms_norm", implementation, rounding, x, residual, weight)
-    result: tuple[jax.Array, jax.Array] = run(x, residual, weight, eps=eps)
+    result: tuple[jax.Array, jax.Array] = run(x, residual, weight, eps=float(eps))
     return result
 
 
@@ -110,7 +108,6 @@ def silu_and_mul(x: Array, *, rounding: Rounding = "fused", implementation: Impl
     Raises:
       TypeError, ValueError: an argument does not fit, or the implementation is not available.
     """
-    check_implementation(implementation, rounding, "silu_and_mul")
     check_silu_and_mul("silu_and_mul", x)
     run = choose("silu_and_mul", implementation, rounding, x)
     result: jax.Array = run(x)
@@ -143,7 +140,6 @@ def rotary_embedding(
     Raises:
       TypeError, ValueError: an argument does not fit, or the implementation is not available.
     """
-    check_implementation(implementation, rounding, "rotary_embedding")
     check_rotary_embedding("rotary_embedding", q, k, positions, cos_sin_cache)
     run = choose("rotary_embedding", implementation, rounding, q, k, positions, cos_sin_cache)
     result: tuple[jax.Array, jax.Array] = run(q, k, positions, cos_sin_cache)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -69,8 +70,8 @@ def silu_and_mul(x: jax.Array, *, config: Config | None = None) -> jax.Array:
 def _silu_and_mul_kernel(x_ref: Any, result_ref: Any, *, config: Config) -> None:
     rows, width = result_ref.shape
     # One axis for both: the second axis of a grid holds no more than 65,535 programs.
-    program = lax.div(lax.axis_index("program"), width // config.columns)
-    part = lax.rem(lax.axis_index("program"), width // config.columns)
+    parts = np.int32(width // config.columns)  # with 64-bit types on, a Python number would be an int64
+    program, part = lax.div(lax.axis_index("program"), parts), lax.rem(lax.axis_index("program"), parts)
 
     def run(start: Any, rows: int) -> None:
         block, first = pl.ds(start, rows), part * config.columns

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import jax
 from jax import lax
+from jax.export import is_symbolic_dim
 
 from . import activation, reference, rope
 from . import rms_norm as norms
@@ -35,7 +36,7 @@ class _Op:
     refusal: Callable[..., str | None]
     """Why the Mosaic kernel cannot take these arrays, or None."""
     faster: Callable[..., bool]
-    """Whether the Mosaic kernel is the faster one for these arrays, on an H200 (bench/NOTES.md)."""
+    """Whether the Mosaic kernel alone is faster than XLA's, on an H200 (bench/NOTES.md)."""
 
 
 def _wide(x: jax.Array, *_: jax.Array) -> bool:
@@ -44,7 +45,7 @@ def _wide(x: jax.Array, *_: jax.Array) -> bool:
 
 
 def _several_rows(x: jax.Array, *_: jax.Array) -> bool:
-    # One row of 3072: XLA 0.90 µs, the kernel 0.93 to 0.96; of 12288 0.94 and 0.96. 64 rows: 1.94 and 1.22.
+    # One row of 3072: XLA 0.93 µs, the kernel 0.99; of 12288 0.96 and 0.99. 64 rows of 3072: 1.92 and 1.22.
     # Under vmap the rows are those of one element, so single rows batched so are XLA's as well.
     return math.prod(x.shape[:-1]) > 1
 
@@ -64,24 +65,28 @@ OPS: Mapping[str, _Op] = MappingProxyType(
 _AVAILABLE: tuple[Implementation, ...] = ("mosaic", "xla")
 
 
-def check_implementation(implementation: Implementation | None, rounding: Rounding, op: str = "jaxfuse") -> None:
-    """Raise ImplementationError unless the ops have `implementation` with `rounding`, on some device and shape."""
+def check_implementation(implementation: Implementation | None, rounding: Rounding, op: str | None = None) -> None:
+    """Raise ImplementationError unless the ops have `implementation` with `rounding`, on some device and shape.
+
+    The message begins with `op`, when given.
+    """
+    prefix = "" if op is None else f"{op}: "
     if rounding not in get_args(Rounding):
-        raise ImplementationError(f"{op}: rounding must be one of {_names(get_args(Rounding))}; got {rounding!r}.")
+        raise ImplementationError(f"{prefix}rounding must be one of {_names(get_args(Rounding))}; got {rounding!r}.")
     if implementation is None:
         return
     if implementation not in get_args(Implementation):
         raise ImplementationError(
-            f"{op}: implementation must be one of {_names(get_args(Implementation))} or None; got {implementation!r}."
+            f"{prefix}implementation must be one of {_names(_AVAILABLE)} or None; got {implementation!r}."
         )
     if rounding == "hf" and implementation != "xla":
         raise ImplementationError(
-            f'{op}: rounding "hf" exists in implementation "xla" alone; got {implementation!r}; '
+            f'{prefix}rounding "hf" exists in implementation "xla" alone; got {implementation!r}; '
             'pass implementation="xla" or None, or rounding="fused".'
         )
     if implementation not in _AVAILABLE:
         raise ImplementationError(
-            f"{op}: implementation {implementation!r} is not available; available: {_names(_AVAILABLE)}; "
+            f"{prefix}implementation {implementation!r} is not available; available: {_names(_AVAILABLE)}; "
             "pass one of these, or None for the default."
         )
 
@@ -89,20 +94,40 @@ def check_implementation(implementation: Implementation | None, rounding: Roundi
 def pick(name: str, implementation: Implementation | None, rounding: Rounding, *arrays: Any) -> Implementation:
     """The implementation that runs the op called `name`; of the arrays, shapes and dtypes are enough.
 
-    None means "mosaic" where the device has it, the shape suits it, and it is the faster one there; else "xla".
+    None means "mosaic" where the device has it, it takes the arrays, and it is faster than XLA's own kernels for this
+    op alone; else "xla".
 
     Raises:
-      ImplementationError: an implementation asked for by name cannot take these arrays.
+      ImplementationError: there is no such implementation, or one asked for by name cannot take these arrays.
+      ValueError: no op is called `name`.
     """
+    if name not in OPS:
+        raise ValueError(f"pick: name must be one of {_names(OPS)}; got {name!r}.")
+    check_implementation(implementation, rounding, name)
     op = OPS[name]
     if implementation == "xla" or rounding == "hf":
         return "xla"
-    refusal = op.refusal(*arrays)
+    if implementation is None and not has_mosaic(*arrays):
+        return "xla"
+    refusal = _refusal(op, arrays)
     if implementation is None:
-        return "mosaic" if refusal is None and op.faster(*arrays) and has_mosaic(*arrays) else "xla"
+        return "mosaic" if refusal is None and op.faster(*arrays) else "xla"
     if refusal is not None:
         raise ImplementationError(f'{name}: implementation "mosaic" {refusal}; pass implementation="xla" or None.')
     return implementation
+
+
+def _refusal(op: _Op, arrays: tuple[Any, ...]) -> str | None:
+    """Why the Mosaic kernel cannot take these arrays, or None."""
+    for array in arrays:
+        if any(map(is_symbolic_dim, array.shape)):
+            return f"takes shapes whose sides are numbers; got {array.shape}"
+        if isinstance(array, jax.Array) and any(jax.typeof(array).sharding.spec):
+            return (
+                "takes arrays on a mesh of Explicit axes inside jax.shard_map, where each device has its part; "
+                f"got {jax.typeof(array)} outside of it"
+            )
+    return op.refusal(*arrays)
 
 
 def choose(name: str, implementation: Implementation | None, rounding: Rounding, *arrays: Any) -> _Function:
@@ -130,24 +155,30 @@ def explaining(implementation: Implementation | None, *arrays: Any) -> Iterator[
     except ValueError as error:
         if implementation != "mosaic" or isinstance(error, ImplementationError) or has_mosaic(*arrays):
             raise
+        kinds = " and ".join(sorted({device.device_kind for device in _devices(arrays)}))
         raise ImplementationError(
             'implementation "mosaic" needs an NVIDIA GPU of compute capability 9.0 (Hopper) or more that JAX can use; '
-            f'got {_default_device().device_kind}; pass implementation="xla" or None.'
+            f'got {kinds}; pass implementation="xla" or None.'
         ) from error
 
 
 def has_mosaic(*arrays: Any) -> bool:
     """Whether the device runs the Mosaic kernels: an NVIDIA GPU of compute capability 9.0 (Hopper) or more.
 
-    The device is that of the arrays; while tracing, when they have none, JAX's default device.
+    The device is the one that JAX runs an op of these arrays on: where arrays are committed to devices, those; else,
+    and while tracing, its default device.
     """
+    return all(map(_has_mosaic, _devices(arrays)))
+
+
+def _devices(arrays: tuple[Any, ...]) -> set[jax.Device]:
     devices = {
         device
         for array in arrays
-        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.committed
         for device in array.devices()
     }
-    return all(map(_has_mosaic, devices or {_default_device()}))
+    return devices or {_default_device()}
 
 
 def _has_mosaic(device: jax.Device) -> bool:

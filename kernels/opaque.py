@@ -10,6 +10,10 @@ from jax import lax
 type Arrays = Callable[..., Any]
 
 
+MOST_PROGRAMS = 65_535
+"""Of a CUDA grid, along its second and its third axis."""
+
+
 def opaque(launch: Arrays, reference: Arrays, *, shared: tuple[int, ...]) -> Arrays:
     """`launch`, differentiated as `reference` and batched by giving it more rows.
 
@@ -19,27 +23,23 @@ def opaque(launch: Arrays, reference: Arrays, *, shared: tuple[int, ...]) -> Arr
       shared: the positions of arguments that all rows share, such as a norm's weight.
     """
 
+    def run(*arrays: jax.Array) -> Any:
+        return _varying_as_in(reference, arrays, launch(*arrays))
+
     @jax.custom_batching.custom_vmap
     def batched(*arrays: jax.Array) -> Any:
-        return _varying_alike(launch(*arrays), arrays)
+        return run(*arrays)
 
     @batched.def_vmap
     def _rule(axis_size: int, in_batched: list[bool], *arrays: jax.Array) -> Any:
         if any(in_batched[i] for i in shared):
-            # Rows that do not share these: Pallas makes the batch an axis of the kernel's grid.
-            run = jax.vmap(launch, [0 if yes else None for yes in in_batched])
-            if axis_size == 0:  # no kernel takes a grid of none
-                result = jax.tree.map(lambda r: jnp.zeros(r.shape, r.dtype), jax.eval_shape(run, *arrays))
-            else:
-                result = run(*arrays)
-            result = _varying_alike(result, arrays)
-        else:
-            result = batched(
-                *(
-                    array if yes or i in shared else jnp.broadcast_to(array, (axis_size, *array.shape))
-                    for i, (yes, array) in enumerate(zip(in_batched, arrays, strict=True))
-                )
+            return _another_axis(run, 1)(axis_size, in_batched, *arrays)
+        result = batched(
+            *(
+                array if yes or i in shared else jnp.broadcast_to(array, (axis_size, *array.shape))
+                for i, (yes, array) in enumerate(zip(in_batched, arrays, strict=True))
             )
+        )
         return result, jax.tree.map(lambda _: True, result)
 
     @jax.custom_vjp
@@ -54,19 +54,57 @@ def opaque(launch: Arrays, reference: Arrays, *, shared: tuple[int, ...]) -> Arr
         return jax.vjp(reference, *arrays)[1](cotangents)
 
     differentiable.defvjp(forward, backward)
-    # All alike, so that every result and every gradient varies as the reference's does.
-    return lambda *arrays: differentiable(*_varying_alike(arrays, arrays))
+    return differentiable
 
 
-def _varying_alike(values: Any, arrays: tuple[jax.Array, ...]) -> Any:
-    """Under shard_map, values that vary over the mesh axes that any of the arrays varies over.
+def _another_axis(run: Arrays, programs: int) -> Callable[..., tuple[Any, Any]]:
+    """The batching rule of a `run` whose rows do not share what they usually do.
 
-    Pallas does not say so of a kernel's results. Elsewhere this does nothing.
+    Under vmap Pallas makes the batch one more axis of the kernel's grid. `programs` is the size of such axes so far.
     """
 
-    def varying(array: jax.Array) -> frozenset[Any]:
-        axes: frozenset[Any] = jax.typeof(array).manual_axis_type.varying
-        return axes
+    def rule(axis_size: int, in_batched: list[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+        mapped = jax.vmap(run, [0 if yes else None for yes in in_batched])
+        if axis_size == 0:  # no kernel takes a grid of none
+            types = jax.eval_shape(mapped, *arrays)
+            result = _varying_as(types, jax.tree.map(lambda type_: jnp.zeros(type_.shape, type_.dtype), types))
+        elif programs * axis_size > MOST_PROGRAMS:
 
-    axes = frozenset[Any]().union(*map(varying, arrays))
-    return jax.tree.map(lambda value: lax.pcast(value, tuple(axes - varying(value)), to="varying"), values)
+            def one(batched: list[jax.Array]) -> Any:
+                rest = iter(batched)
+                return again(run, programs)(
+                    *(next(rest) if yes else array for yes, array in zip(in_batched, arrays, strict=True))
+                )
+
+            batches = [array for yes, array in zip(in_batched, arrays, strict=True) if yes]
+            result = lax.map(one, batches, batch_size=MOST_PROGRAMS // programs)
+        else:
+            result = again(mapped, programs * axis_size)(*arrays)
+        return result, jax.tree.map(lambda _: True, result)
+
+    def again(run: Arrays, programs: int) -> Arrays:
+        call = jax.custom_batching.custom_vmap(run)
+        call.def_vmap(_another_axis(run, programs))
+        return call
+
+    return rule
+
+
+def _varying_as_in(reference: Arrays, arrays: tuple[jax.Array, ...], results: Any) -> Any:
+    """Under shard_map, `results` varying over the mesh axes over which the reference's do; Pallas does not say it."""
+    if not any(_varying(jax.typeof(array)) for array in arrays):
+        return results
+    return _varying_as(jax.eval_shape(reference, *arrays), results)
+
+
+def _varying_as(types: Any, values: Any) -> Any:
+    def cast(type_: Any, value: jax.Array) -> jax.Array:
+        return lax.pcast(value, tuple(_varying(type_) - _varying(jax.typeof(value))), to="varying")
+
+    return jax.tree.map(cast, types, values)
+
+
+def _varying(type_: Any) -> frozenset[Any]:
+    """The mesh axes over which a value of this type varies, under shard_map."""
+    axes: frozenset[Any] = getattr(type_.manual_axis_type, "varying", frozenset())
+    return axes

@@ -14,6 +14,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 Rounding = Literal["fused", "hf"]
 
@@ -48,9 +50,26 @@ def rotary_embedding(
 ) -> tuple[jax.Array, jax.Array]:
     """q [..., heads, D], k [..., kv_heads, D], positions [...] -> (q, k), their first rotary_dim turned."""
     # A traced position outside the cache must show as NaN, not as some other position's angle.
-    rows = cos_sin_cache.at[positions].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    rows = cos_sin_cache.at[as_int32(positions)].get(
+        mode="fill", fill_value=jnp.nan, wrap_negative_indices=False, out_sharding=_beside(positions)
+    )
     cos, sin = jnp.split(_hf_round(rows, q.dtype, rounding)[..., None, :], 2, axis=-1)
     return _rotate(q, cos, sin, rounding), _rotate(k, cos, sin, rounding)
+
+
+def _beside(positions: jax.Array) -> NamedSharding | None:
+    """How rows picked by `positions` lie on a mesh of Explicit axes, where JAX asks for it; None elsewhere."""
+    sharding = jax.typeof(positions).sharding
+    return NamedSharding(sharding.mesh, P(*sharding.spec, None)) if any(sharding.spec) else None
+
+
+def as_int32(positions: jax.Array) -> jax.Array:
+    """Positions as int32; those beyond its range stay outside of any table, where a cast would wrap into one."""
+    if positions.dtype == jnp.int32:
+        return positions
+    info = jnp.iinfo(positions.dtype)
+    low, high = max(info.min, -1), min(info.max, 2**31 - 1)
+    return jnp.clip(positions, jnp.asarray(low, positions.dtype), jnp.asarray(high, positions.dtype)).astype(jnp.int32)
 
 
 def _normalize(x: jax.Array, weight: jax.Array, eps: float, rounding: Rounding) -> jax.Array:

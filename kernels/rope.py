@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -55,22 +54,13 @@ def rotary_embedding(
             grid=(positions.size,),
             grid_names=("token",),
             kernel_name="rotary_embedding",
-        )(*rows, _as_int32(positions).reshape(-1), cos_sin_cache)
+        )(*rows, reference.as_int32(positions).reshape(-1), cos_sin_cache)
         return turned[0].reshape(q.shape), turned[1].reshape(k.shape)
 
     result: tuple[jax.Array, jax.Array] = opaque(
         launch, partial(reference.rotary_embedding, rounding="fused"), shared=(3,)
     )(q, k, positions, cos_sin_cache)
     return result
-
-
-def _as_int32(positions: jax.Array) -> jax.Array:
-    """Positions out of int32's range must not wrap into it."""
-    if positions.dtype == jnp.int32:
-        return positions
-    info = np.iinfo(positions.dtype)
-    low, high = max(info.min, -1), min(info.max, 2**31 - 1)
-    return jnp.clip(positions, jnp.asarray(low, positions.dtype), jnp.asarray(high, positions.dtype)).astype(jnp.int32)
 
 
 def _rotary_embedding_kernel(

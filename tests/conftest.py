@@ -13,6 +13,9 @@ import pytest
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("deterministic")
 
+# So that a failed assert of theirs says what it compared, as a test module's does.
+pytest.register_assert_rewrite("interpreter", "opaque_ops")
+
 
 def pytest_configure() -> None:
     """Make JAX raise where it would widen a dtype or broadcast a rank without being asked.

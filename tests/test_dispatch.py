@@ -5,10 +5,13 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxfuse.kernels import (
     ImplementationError,
@@ -90,9 +93,10 @@ def test_mosaic_on_a_cpu(op: str) -> None:
     """Asked for by name on a CPU the kernel raises, and never becomes "xla"; interpret mode runs it."""
     run, values = CALLS[op]
     run = partial(run, implementation="mosaic")
-    for call in (run, jax.jit(run)):
-        with pytest.raises(ValueError, match=r"(?i)cpu|gpu"):
-            jax.block_until_ready(call(*values))
+    with pytest.raises(ImplementationError, match=r'needs an NVIDIA GPU .* got cpu; pass implementation="xla"'):
+        run(*values)
+    with pytest.raises(ValueError, match="CPU"):  # Pallas's own: a program may be compiled for another device
+        jax.jit(run)(*values)
     with plgpu.force_gpu_interpret_mode():
         found = run(*values)
     expected = CALLS[op][0](*values, implementation="xla")
@@ -119,6 +123,66 @@ def test_no_heads(pretending: None) -> None:
             rotary_embedding(q, k, PLACES, TABLE, implementation="mosaic")
         found = rotary_embedding(q, k, PLACES, TABLE)
         assert [part.shape for part in found] == [q.shape, k.shape]
+
+
+def traced_for_one_mesh(run: Function, axis_type: AxisType, *values: jax.Array) -> Any:
+    """The types of an op's outputs in a program of rows that lie along a mesh's axis."""
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(axis_type,))
+    first, *others = values
+    with jax.set_mesh(mesh):
+        first = jax.device_put(first, NamedSharding(mesh, P("rows")))
+        others = [jax.device_put(v, NamedSharding(mesh, P("rows" if len(v) == len(first) else None))) for v in others]
+        return run(first, *others)
+
+
+@each_op
+def test_explicit_meshes(op: str, pretending: None) -> None:
+    """Outside of shard_map a kernel does not see which rows of a mesh of Explicit axes are its own: None is "xla"."""
+    run, values = CALLS[op]
+    whole = partial(traced_for_one_mesh, jax.jit(run), AxisType.Explicit)
+    found = whole(*values)
+    assert all(part.sharding.spec[0] == "rows" for part in jax.tree.leaves(found))
+    assert_equal(found, run(*values, implementation="xla"))
+    assert not traced_for_one_mesh(partial(has_kernel, partial(run)), AxisType.Explicit, *values)
+    assert traced_for_one_mesh(partial(has_kernel, partial(run)), AxisType.Auto, *values)
+    for call in (run, jax.jit(run, static_argnames="implementation")):
+        with pytest.raises(ImplementationError, match=rf"{op}: .*Explicit axes inside jax.shard_map.*@rows"):
+            traced_for_one_mesh(partial(call, implementation="mosaic"), AxisType.Explicit, *values)
+
+
+@each_op
+def test_symbolic_shapes(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program exported for any number of rows is "xla" under None, on a GPU, too, and "mosaic" raises."""
+    run, values = CALLS[op]
+    (rows,) = jax.export.symbolic_shape("rows")
+    types = [
+        jax.ShapeDtypeStruct((rows if len(value) == 3 else len(value), *value.shape[1:]), value.dtype)
+        for value in values
+    ]
+    for answer in (False, True):
+        monkeypatch.setattr(dispatch, "has_mosaic", lambda *_, answer=answer: answer)
+        exported = jax.export.export(jax.jit(partial(run)), platforms=("cpu",))(*types)
+        assert "mosaic" not in exported.mlir_module()
+        assert_equal(exported.call(*values), run(*values, implementation="xla"))
+        with pytest.raises(ImplementationError, match=f"{op}: .*sides are numbers; got .*rows"):
+            jax.export.export(jax.jit(partial(run, implementation="mosaic")), platforms=("cuda",))(*types)
+
+
+@each_op
+def test_pick_checks_names(op: str) -> None:
+    """`pick` refuses what the op would, and an op that there is none of."""
+    values = CALLS[op][1]
+    wrong: list[tuple[Any, Any, str]] = [
+        ("cuda", "fused", "must be one of"),
+        ("triton", "fused", "not available"),
+        ("mosaic", "hf", '"xla" alone'),
+        ("mosaic", "nearest", "rounding must be one of"),
+    ]
+    for implementation, rounding, message in wrong:
+        with pytest.raises(ImplementationError, match=f"{op}: .*{message}"):
+            dispatch.pick(op, implementation, rounding, *values)
+    with pytest.raises(ValueError, match=rf'name must be one of .*"{op}".*; got .layer_norm.\.$'):
+        dispatch.pick("layer_norm", None, "fused", *values)
 
 
 @each_op
@@ -204,21 +268,54 @@ def test_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert dispatch.has_mosaic()
 
 
-def test_an_array_s_own_device_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays on a CPU run there though the default device is a GPU; those without a place go by the default."""
+def test_a_committed_array_s_device_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays committed to a CPU run there though the default device is a GPU; JAX moves all others to the default."""
     monkeypatch.setattr(dispatch, "_default_device", lambda: HOPPER)
-    assert not dispatch.has_mosaic(X)
-    assert not dispatch.has_mosaic(np.ones(3), X)
-    assert dispatch.has_mosaic(np.asarray(X))
+    cpu = jax.devices("cpu")[0]
+    x, weight = jax.device_put((X, WEIGHT), cpu)
+    assert x.committed
+    assert not X.committed
+    assert not dispatch.has_mosaic(x)
+    assert not dispatch.has_mosaic(np.ones(3), X, x)
+    assert dispatch.has_mosaic(X, np.asarray(X))
     for run, values in CALLS.values():
-        assert_equal(run(*values), run(*values, implementation="xla"))
+        assert_equal(run(*jax.device_put(values, cpu)), run(*values, implementation="xla"))
 
     traced = []
-    jax.eval_shape(lambda x: traced.append(dispatch.has_mosaic(x)), X)
+    jax.eval_shape(lambda x: traced.append(dispatch.has_mosaic(x)), x)
     assert traced == [True]
     # A weight that is closed over has a place though the rows have none yet.
-    jax.eval_shape(lambda x: traced.append(dispatch.has_mosaic(x, WEIGHT)), X)
+    jax.eval_shape(lambda x: traced.append(dispatch.has_mosaic(x, weight)), X)
     assert traced == [True, False]
+
+
+def test_every_device_must_have_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An array over a Hopper and an older GPU, as in a machine of both."""
+    older = Device(platform="gpu", compute_capability="8.0")
+    for devices, expected in (({HOPPER, older}, False), ({HOPPER}, True), ({older}, False)):
+        monkeypatch.setattr(dispatch, "_devices", lambda _, devices=devices: devices)
+        assert dispatch.has_mosaic(X) is expected
+
+
+def test_what_is_missing_is_explained_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another error keeps its words: one about the arguments, one on a device that has the kernels, one of "xla"."""
+    refused, other = ImplementationError("takes rows"), ValueError("Only interpret mode")
+
+    def raised(implementation: Any, error: Exception) -> Exception:
+        try:
+            with dispatch.explaining(implementation):
+                raise error
+        except ValueError as caught:
+            return caught
+
+    assert raised("mosaic", refused) is refused
+    assert raised("xla", other) is other
+    assert raised(None, other) is other
+    said = raised("mosaic", other)
+    assert isinstance(said, ImplementationError)
+    assert said.__cause__ is other
+    monkeypatch.setattr(dispatch, "has_mosaic", lambda *_: True)
+    assert raised("mosaic", other) is other
 
 
 # None, where the device has the kernels.

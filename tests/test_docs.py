@@ -52,7 +52,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_named_tests_exist(page: Path) -> None:
     """A claim held by a test that was renamed or removed."""
-    named = re.findall(r"\b(tests/\w+\.py)(?:::(\w+))?", page.read_text("utf-8"))
+    named = re.findall(r"\b(tests/[\w/]+\.py)(?:::(\w+))?", page.read_text("utf-8"))
     assert page not in DOCS or any(name for _, name in named)
     for file, name in named:
         path = ROOT / file

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import jaxfuse.kernels
+import op_inputs
 from jaxfuse.kernels import (
     Rounding,
     check_implementation,
@@ -26,10 +26,10 @@ from jaxfuse.kernels import (
     rotary_embedding,
     silu_and_mul,
 )
+from op_inputs import DTYPES
 from truth import UNIT, Wide, rms_norm64, rotate64, rounding_bound, silu_and_mul64, wide
 
 ROOT = Path(__file__).resolve().parent.parent
-DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
 ROUNDINGS = get_args(Rounding)
 # In float32 the two roundings are one computation; of the other pairs, enough to see each dtype and rounding.
 KINDS = [(jnp.bfloat16, "fused"), (jnp.bfloat16, "hf"), (jnp.float16, "hf"), (jnp.float32, "fused")]
@@ -38,21 +38,14 @@ EPS = 1e-6
 # Inputs.
 
 
-def numbers(seed: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Normal values at scales from 0.1 to 10."""
-    rng = np.random.default_rng(seed)
-    return (rng.standard_normal(shape) * 10 ** rng.uniform(-1, 1, shape)).astype(np.float32)
-
-
 def draw(seed: int, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    """The same, rounded to `dtype`."""
-    return jnp.asarray(numbers(seed, shape).astype(dtype))
+    """Normal values at scales from 0.1 to 10, rounded to float32 and then to `dtype`."""
+    return jnp.asarray(op_inputs.draw(seed, shape).astype(dtype))
 
 
 def make_cache(max_position: int, rotary_dim: int) -> jax.Array:
     """A RoPE table, [max_position, rotary_dim] float32."""
-    angles = np.arange(max_position)[:, None] * 10000.0 ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
-    return jnp.asarray(np.concatenate([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32))
+    return jnp.asarray(op_inputs.make_cache(max_position, rotary_dim))
 
 
 def make_positions(seed: int, shape: tuple[int, ...], max_position: int) -> jax.Array:
@@ -123,7 +116,7 @@ def test_none_is_xla(op: str) -> None:
     ("options", "message"),
     [
         ({"implementation": "triton"}, 'implementation \'triton\' is not available; available: "mosaic", "xla"'),
-        ({"implementation": "cuda"}, 'must be one of "mosaic", "triton", "xla" or None; got \'cuda\''),
+        ({"implementation": "cuda"}, 'must be one of "mosaic", "xla" or None; got \'cuda\''),
         (
             {"implementation": "mosaic", "rounding": "hf"},
             'rounding "hf" exists in implementation "xla" alone',
@@ -302,7 +295,7 @@ def mix(outputs: Any) -> Any:
     """One number from an op's outputs: each times fixed random factors, summed in float32 or float64."""
     total: Any = 0.0
     for i, y in enumerate(outputs if isinstance(outputs, tuple) else (outputs,)):
-        factors = numbers(9 + i, y.shape)
+        factors = op_inputs.draw(9 + i, y.shape)
         if y.dtype == np.float64:
             total += np.sum(y * factors.astype(np.float64))
         else:

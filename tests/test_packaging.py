@@ -77,6 +77,13 @@ def test_installed_wheel_generates(installed: Path, tmp_path: Path) -> None:
     assert "generate" in help_text
 
 
+def test_a_clone_is_importable(installed: Path) -> None:
+    """Python started in a clone, where its folder jaxfuse/ comes before an installed jaxfuse and must be whole."""
+    code = "import jaxfuse.kernels; jaxfuse.Qwen3; print(jaxfuse.__file__, jaxfuse.kernels.__file__, sep='\\n')"
+    files = run(sys.executable, "-c", code, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(installed)})
+    assert files.split("\n")[:2] == [str(ROOT / "jaxfuse" / name) for name in ("__init__.py", "kernels/__init__.py")]
+
+
 def test_version_is_one() -> None:
     """The version in pyproject.toml, the installed one and `jaxfuse.__version__` drifting apart."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
