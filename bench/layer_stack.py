@@ -99,6 +99,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the JSON file of records to write")
     out: Path = parser.parse_args().out
+    if jax.default_backend() != "gpu":
+        raise SystemExit(f"bench/layer_stack.py: needs a GPU that JAX can use, got {jax.devices()[0].device_kind}")
     key = jax.random.key(0)
     stack = {
         name: (0.02 * jax.random.normal(key, (LAYERS, *shape), jnp.float32)).astype(jnp.bfloat16)

@@ -283,14 +283,11 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _fused_ops(config: Qwen3Config) -> str:
-    """What runs them by default: "mosaic: rms_norm, silu_and_mul; xla: head_norm; for one token silu_and_mul: xla"."""
+    """What runs them by default: "mosaic: rms_norm, silu_and_mul; xla: head_norm; of few tokens silu_and_mul: xla"."""
     numerics = Numerics(model_dtype(config, None))
-    alone, several = (fused_ops(config, numerics, rows=rows) for rows in (1, 2))
-    parts = [
-        f"{one}: {', '.join(op for op, found in several.items() if found == one)}"
-        for one in sorted({*several.values()})
-    ]
-    parts += [f"for one token {op}: {found}" for op, found in alone.items() if found != several[op]]
+    one, many = (fused_ops(config, numerics, rows=rows) for rows in (1, 4096))
+    parts = [f"{name}: {', '.join(op for op in many if many[op] == name)}" for name in sorted({*many.values()})]
+    parts += [f"of few tokens {op}: {one[op]}" for op in many if one[op] != many[op]]
     return "; ".join(parts)
 
 

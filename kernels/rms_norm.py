@@ -22,21 +22,21 @@ class Config:
     vec: int
     """Neighboring elements that a thread loads at once."""
     warps_per_row: int
-    """1 or 4 of the four warps of a program."""
+    """1, 2 or 4 of the four warps of a program."""
     rows: int
     """Rows of a program."""
 
 
 def config_for(width: int, dtype: jnp.dtype) -> Config:
-    """The choice for rows of `width`: it looks at nothing else, so a row's bits depend on nothing else."""
+    """The choice for rows of `width`: it looks at nothing else, so a row's bits depend on nothing else.
+
+    Measured on an H200 in bfloat16 (bench/NOTES.md). Wide rows want loads in flight, so all four warps; narrow ones
+    a program of several rows.
+    """
     largest = 16 // dtype.itemsize
-    if width <= 256:
-        # A warp a row: no meeting of warps, and rows enough for all.
-        return Config(largest, 1, rows_at_once(width, largest, 1))
-    # Four warps a row, one row a program: on an H200 in bfloat16 1.1 against 1.3 µs for one row of 1024 on one warp,
-    # 17.7 against 18.1 for 8192; two or four rows a program were never faster.
-    vec = next(vec for vec in (8, 4, 2, 1) if vec <= largest and width % (128 * vec) == 0)
-    return Config(vec, 4, 1)
+    warps = 1 if width <= 512 else 2 if width < 1024 else 4
+    vec = next(vec for vec in (8, 4, 2, 1) if vec <= largest and (width <= 256 or width % (32 * warps * vec) == 0))
+    return Config(vec, warps, rows_at_once(width, vec, warps))
 
 
 def refusal(x: jax.Array, *_: jax.Array) -> str | None:

@@ -41,13 +41,13 @@ def draw(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
-# Wide enough that a GPU's None is the kernel; the first argument has rows.
-X, WEIGHT = draw(1, 3, 512), draw(2, 512)
+# Large enough that a GPU's None is the kernel; the first argument has rows.
+X, WEIGHT, GATE_UP = draw(1, 3, 512), draw(2, 512), draw(7, 3, 2 * 12288)
 Q, K, PLACES, TABLE = draw(3, 3, 8, 128), draw(4, 3, 2, 128), jnp.asarray([1, 9, 4], jnp.int32), draw(5, 10, 128)
 CALLS: dict[str, tuple[Function, tuple[jax.Array, ...]]] = {
     "rms_norm": (rms_norm, (X, WEIGHT)),
     "fused_add_rms_norm": (fused_add_rms_norm, (X, draw(6, 3, 512), WEIGHT)),
-    "silu_and_mul": (silu_and_mul, (X,)),
+    "silu_and_mul": (silu_and_mul, (GATE_UP,)),
     "rotary_embedding": (rotary_embedding, (Q, K, PLACES, TABLE)),
 }
 REFUSED: dict[str, tuple[tuple[jax.Array, ...], str]] = {
@@ -400,22 +400,23 @@ def test_none_is_chosen_before_tracing(op: str, monkeypatch: pytest.MonkeyPatch)
 def test_none_runs_the_kernel_where_arrays_are(pretending: None) -> None:
     """Outside of any trace None calls the kernel itself: with a CPU that only pretends, that raises."""
     with pytest.raises(ValueError, match=r"(?i)cpu|gpu"):
-        silu_and_mul(X)
+        silu_and_mul(GATE_UP)
     with plgpu.force_gpu_interpret_mode():
-        found = silu_and_mul(X)
-    np.testing.assert_allclose(found, silu_and_mul(X, implementation="xla"), rtol=1e-6)
+        found = silu_and_mul(GATE_UP)
+    np.testing.assert_allclose(found, silu_and_mul(GATE_UP, implementation="xla"), rtol=1e-6)
 
 
 def test_none_is_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernels run, XLA keeps what it was measured to be faster at: narrow norms, one row of activations."""
+    """Where the kernels run, XLA keeps what it was measured to be faster at: norms of heads, few activations."""
     monkeypatch.setattr(dispatch, "has_mosaic", lambda *_: True)
 
     def picked(op: str, *shapes: tuple[int, ...]) -> str:
         return dispatch.pick(op, None, "fused", *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
 
-    assert picked("rms_norm", (16, 8, 128), (128,)) == picked("rms_norm", (5, 256), (256,)) == "xla"
-    assert picked("rms_norm", (1, 1024), (1024,)) == picked("rms_norm", (64, 384), (384,)) == "mosaic"
+    assert picked("rms_norm", (16, 8, 128), (128,)) == picked("rms_norm", (1, 128), (128,)) == "xla"
+    assert picked("rms_norm", (1, 1024), (1024,)) == picked("rms_norm", (64, 256), (256,)) == "mosaic"
     assert picked("fused_add_rms_norm", (1, 256), (1, 256), (256,)) == "mosaic"
     assert picked("silu_and_mul", (1, 1, 6144)) == picked("silu_and_mul", (6144,)) == "xla"
-    assert picked("silu_and_mul", (2, 1, 6144)) == "mosaic"
+    assert picked("silu_and_mul", (8, 1, 6144)) == picked("silu_and_mul", (0, 6144)) == "xla"
+    assert picked("silu_and_mul", (16, 1, 6144)) == picked("silu_and_mul", (2, 51200)) == "mosaic"
     assert picked("rotary_embedding", (1, 16, 128), (1, 8, 128), (1,), (50, 128)) == "mosaic"

@@ -137,7 +137,7 @@ given_rows = {
     "dtype": st.sampled_from(DTYPES),
     "seed": st.integers(0, 1000),
 }
-widths = st.sampled_from([128, 256, 384, 512, 640, 1024, 1152, 2560, 5120])
+widths = st.sampled_from([128, 256, 384, 512, 640, 768, 1024, 1152, 2560, 5120])
 
 
 def assert_close(ours: jax.Array, exact: Wide, dtype: Any, error: Wide) -> None:
@@ -244,7 +244,7 @@ def test_rotary_embedding_against_float64(
 
 @pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("width", [128, 1024, 2560])
+@pytest.mark.parametrize("width", [128, 384, 640, 1024, 2560])
 def test_the_bits_of_a_row_are_its_own(op: str, dtype: Any, width: int) -> None:
     """A row normed alone, and first, in the middle and last among others, has the same bits, and so has a repeat."""
     weight = draw(1, (width,), dtype)

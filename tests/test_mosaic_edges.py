@@ -233,11 +233,12 @@ def test_none_is_the_kernel_where_there_is_a_gpu(op: str, monkeypatch: pytest.Mo
     """The control of the test above: with a GPU, None does run the kernel, for a shape that it takes."""
     monkeypatch.setattr(dispatch, "has_mosaic", lambda *_: True)
     x, y, weight = draw(1, (5, 1024)), draw(2, (5, 1024)), draw(3, (1024,))
+    gate_up = draw(4, (3, 2 * 12288))
     q, k, cache = rope_inputs(jnp.float32)
     arguments = {
         "rms_norm": (x, weight),
         "fused_add_rms_norm": (x, y, weight),
-        "silu_and_mul": (x,),
+        "silu_and_mul": (gate_up,),
         "rotary_embedding": (q, k, np.arange(8, dtype=np.int32), cache),
     }[op]
     interpreted(OPS[op], *arguments)  # It fails where no kernel ran.
