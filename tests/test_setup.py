@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TOOLS = ("cat", "chmod", "cksum", "cp", "dirname", "head", "mkdir", "rm", "sed", "sort", "tr", "uname")
+TOOLS = ("cat", "chmod", "cksum", "cp", "dirname", "head", "mkdir", "rm", "sed", "sort", "tr", "uname", "xargs")
 
 # Runs the code that find-python asks an interpreter to run, as if this Python were another.
 POSE = """
@@ -340,7 +340,10 @@ def test_moved_checkout_is_installed_again(checkout: Checkout) -> None:
     assert checkout.make() == ["venv by python3.13", f"{PIP} ."]
 
 
-@pytest.mark.parametrize("choice", [{"JAX": "newest"}, {"EXTRA": "cuda"}, {"PYTHON": "python9"}])
+@pytest.mark.parametrize(
+    "choice",
+    [{"JAX": "newest"}, {"JAX": "0.9.0"}, {"JAX": "0.13"}, {"JAX": "0.13.0"}, {"EXTRA": "cuda"}, {"PYTHON": "python9"}],
+)
 def test_bad_choice_leaves_venv_alone(checkout: Checkout, choice: dict[str, str]) -> None:
     """A typing error in a choice costing the environment that was there."""
     checkout.make()
