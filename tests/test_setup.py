@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TOOLS = ("cat", "chmod", "cksum", "cp", "dirname", "head", "mkdir", "rm", "sed", "sort", "tr", "uname", "xargs")
+TOOLS = ("cat", "chmod", "cksum", "cp", "dirname", "head", "mkdir", "rm", "sed", "sort", "tr", "uname")
 
 # Runs the code that find-python asks an interpreter to run, as if this Python were another.
 POSE = """
