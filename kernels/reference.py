@@ -14,7 +14,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Rounding = Literal["fused", "hf"]
@@ -58,9 +58,10 @@ def rotary_embedding(
 
 
 def _beside(positions: jax.Array) -> NamedSharding | None:
-    """How rows picked by `positions` lie on a mesh of Explicit axes, where JAX asks for it; None elsewhere."""
+    """How rows picked by `positions` lie on a mesh of Explicit axes, where JAX may ask for it; None elsewhere."""
     sharding = jax.typeof(positions).sharding
-    return NamedSharding(sharding.mesh, P(*sharding.spec, None)) if any(sharding.spec) else None
+    explicit = AxisType.Explicit in sharding.mesh.axis_types
+    return NamedSharding(sharding.mesh, P(*sharding.spec, None)) if explicit else None
 
 
 def as_int32(positions: jax.Array) -> jax.Array:

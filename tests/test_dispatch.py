@@ -145,6 +145,9 @@ def test_explicit_meshes(op: str, pretending: None) -> None:
     assert_equal(found, run(*values, implementation="xla"))
     assert not traced_for_one_mesh(partial(has_kernel, partial(run)), AxisType.Explicit, *values)
     assert traced_for_one_mesh(partial(has_kernel, partial(run)), AxisType.Auto, *values)
+    plain = partial(run, implementation="xla")
+    mapped = jax.vmap(plain, tuple(0 if len(value) == len(values[0]) else None for value in values))
+    assert_equal(traced_for_one_mesh(jax.jit(mapped), AxisType.Explicit, *values), plain(*values))
     for call in (run, jax.jit(run, static_argnames="implementation")):
         with pytest.raises(ImplementationError, match=rf"{op}: .*Explicit axes inside jax.shard_map.*@rows"):
             traced_for_one_mesh(partial(call, implementation="mosaic"), AxisType.Explicit, *values)
