@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import jax
 from jax import lax
 from jax.export import is_symbolic_dim
+from jax.sharding import AxisType, NamedSharding
 
 from . import activation, reference, rope
 from . import rms_norm as norms
@@ -124,12 +125,21 @@ def _refusal(op: _Op, arrays: tuple[Any, ...]) -> str | None:
     for array in arrays:
         if any(map(is_symbolic_dim, array.shape)):
             return f"takes shapes whose sides are numbers; got {array.shape}"
-        if isinstance(array, jax.Array) and any(jax.typeof(array).sharding.spec):
+        if isinstance(array, jax.Array) and _split(jax.typeof(array).sharding):
             return (
                 "takes arrays on a mesh of Explicit axes inside jax.shard_map, where each device has its part; "
                 f"got {jax.typeof(array)} outside of it"
             )
     return op.refusal(*arrays)
+
+
+def _split(sharding: NamedSharding) -> bool:
+    """Whether an array so typed may lie in parts on several devices; JAX types no arrays on meshes of Auto axes.
+
+    Under vmap the type does not say whether the axis that is mapped is split, so any Explicit axis counts.
+    """
+    axes = zip(sharding.mesh.axis_types, sharding.mesh.axis_sizes, strict=True)
+    return any(sharding.spec) or any(type_ == AxisType.Explicit and size > 1 for type_, size in axes)
 
 
 def choose(name: str, implementation: Implementation | None, rounding: Rounding, *arrays: Any) -> _Function:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfuse.kernels import (
@@ -151,6 +151,23 @@ def test_explicit_meshes(op: str, pretending: None) -> None:
     for call in (run, jax.jit(run, static_argnames="implementation")):
         with pytest.raises(ImplementationError, match=rf"{op}: .*Explicit axes inside jax.shard_map.*@rows"):
             traced_for_one_mesh(partial(call, implementation="mosaic"), AxisType.Explicit, *values)
+
+
+@each_op
+def test_vmap_over_a_mesh(op: str, pretending: None) -> None:
+    """A vmap over an axis that 2 devices split, which types inside of it do not say, is "xla" as well, or raises."""
+    run, values = CALLS[op]
+    mesh = AbstractMesh((2,), ("rows",), axis_types=(AxisType.Explicit,))
+    shapes = [(2, *value.shape) if value.shape[0] == 3 else value.shape for value in values]
+    mapped = [len(shape) > value.ndim for shape, value in zip(shapes, values, strict=True)]
+    types = [
+        jax.ShapeDtypeStruct(shape, value.dtype, sharding=NamedSharding(mesh, P("rows") if yes else P()))
+        for shape, value, yes in zip(shapes, values, mapped, strict=True)
+    ]
+    axes = tuple(0 if yes else None for yes in mapped)
+    assert not has_kernel(jax.vmap(partial(run), axes), *types)
+    with pytest.raises(ImplementationError, match=rf"{op}: .*Explicit axes inside jax.shard_map"):
+        jax.eval_shape(jax.vmap(partial(run, implementation="mosaic"), axes), *types)
 
 
 @each_op
