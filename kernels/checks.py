@@ -69,7 +69,7 @@ def check_rotary_embedding(op: str, q: Array, k: Array, positions: Array, cos_si
             f"{op}: q must be [..., heads, D] and k [..., kv_heads, D], alike but for the heads; "
             f"got q {q.shape} and k {k.shape}; reshape them so."
         )
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
+    if not (jnp.issubdtype(positions.dtype, jnp.integer) and positions.dtype.isnative):
         raise TypeError(
             f"{op}: positions must be integers; got {positions.dtype}; cast with positions.astype(jnp.int32)."
         )
@@ -120,6 +120,8 @@ def _check_array(op: str, name: str, value: Array) -> None:
             f"{op}: {name} must be a jax.Array or numpy.ndarray; got {type(value).__name__}; "
             "convert it with jnp.asarray."
         )
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{op}: {name} must not be a masked array; fill what is masked with {name}.filled().")
 
 
 def _check_float_array(op: str, name: str, value: Array) -> None:

@@ -82,7 +82,7 @@ def _launch(
     flat = [array.reshape(-1, width) for array in inputs]
     rows = flat[0].shape[0]
     if rows == 0:
-        return inputs
+        return tuple(jnp.zeros(shape, dtype) for _ in inputs)  # not the inputs, whose types may be weak
     outputs = plgpu.kernel(
         partial(kernel, eps=eps, config=config),
         out_type=[jax.ShapeDtypeStruct((rows, width), dtype)] * len(inputs),

@@ -46,7 +46,7 @@ def rotary_embedding(
         q: jax.Array, k: jax.Array, positions: jax.Array, cos_sin_cache: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         if positions.size == 0:
-            return q, k
+            return jnp.zeros(q.shape, q.dtype), jnp.zeros(k.shape, k.dtype)
         rows = [array.reshape(-1, *array.shape[-2:]) for array in (q, k)]
         turned = plgpu.kernel(
             partial(_rotary_embedding_kernel, config=config),

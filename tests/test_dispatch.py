@@ -437,6 +437,8 @@ def test_none_is_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert picked("rms_norm", (1, 1024), (1024,)) == picked("rms_norm", (64, 256), (256,)) == "mosaic"
     assert picked("fused_add_rms_norm", (1, 256), (1, 256), (256,)) == "mosaic"
     assert picked("silu_and_mul", (1, 1, 6144)) == picked("silu_and_mul", (6144,)) == "xla"
+    assert picked("silu_and_mul", (1, 65534)) == "xla"
+    assert picked("silu_and_mul", (1, 65536)) == "mosaic"
     assert picked("silu_and_mul", (8, 1, 6144)) == picked("silu_and_mul", (0, 6144)) == "xla"
     assert picked("silu_and_mul", (16, 1, 6144)) == picked("silu_and_mul", (2, 51200)) == "mosaic"
     assert picked("rotary_embedding", (1, 16, 128), (1, 8, 128), (1,), (50, 128)) == "mosaic"

@@ -19,7 +19,7 @@ import tiny
 from jaxfuse import Qwen3, Qwen3Config
 from jaxfuse.generate import begin, decode, interned, prefill
 from jaxfuse.kernels import fused_add_rms_norm, silu_and_mul
-from op_inputs import DTYPES
+from op_inputs import DTYPES, OPS
 from opaque_ops import (
     CALLS,
     KERNEL,
@@ -72,6 +72,19 @@ def test_shapes_need_no_gpu(op: str, dtype: Any, leading: tuple[int, ...]) -> No
     assert [leaf.shape for leaf in found] == [(*leading, *shape) for shape in shapes[op]]
     assert {leaf.dtype for leaf in found} == {np.dtype(dtype)}
     assert primitives(mosaic(op), *values)[KERNEL] == (0 if 0 in leading else 1)
+
+
+@each_op
+def test_zero_rows_are_not_weakly_typed(op: str) -> None:
+    """Results of no rows promote as any others do, weakly typed arguments or not."""
+    two = jax.jit(lambda: 2.0)()
+    weak = [
+        jnp.broadcast_to(two, value.shape) if value.size == 0 and value.dtype == jnp.float32 else value
+        for value in arguments((0,))[op]
+    ]
+    assert any(value.weak_type for value in weak)
+    for run in (mosaic(op), partial(OPS[op], implementation="xla")):
+        assert not any(leaf.weak_type for leaf in jax.tree.leaves(run(*weak)))
 
 
 @each_op

@@ -44,6 +44,13 @@ def test_gradients(op: str) -> None:
         assert gradient.dtype == (jax.dtypes.float0 if integer else value.dtype)
 
 
+@pytest.mark.parametrize("op", ["rms_norm", "fused_add_rms_norm"])
+def test_gradients_by_another_eps(op: str) -> None:
+    """The derivative is that of the caller's eps, which is not the default and most of the mean square here."""
+    values = tuple(0.1 * value for value in arguments((3,))[op])
+    both(op, lambda run: jax.value_and_grad(loss(partial(run, eps=0.1)), floats(values)), *values)
+
+
 @each_op
 def test_narrow_gradients(op: str) -> None:
     """In 16 bits too, in each argument's own dtype; a value that rounds the other way moves them by an ulp or two."""

@@ -154,16 +154,17 @@ def grids(function: Function, *values: Any) -> list[tuple[int, ...]]:
     return [tuple(mesh.grid) for equation in found for mesh in equation.params["meshes"]]
 
 
-@pytest.mark.parametrize(("outer", "inner"), [(0, 70_000), (300, 300), (70_000, 2)])
-def test_more_weights_than_a_grid_has_programs(outer: int, inner: int) -> None:
+@pytest.mark.parametrize("sizes", [(65_535,), (65_536,), (300, 300), (70_000, 2), (50, 50, 50)])
+def test_more_weights_than_a_grid_has_programs(sizes: tuple[int, ...]) -> None:
     """An axis of a CUDA grid but the first holds 65,535 programs; Pallas multiplies the outermost of more than three.
 
     So many weights are taken in turns.
     """
-    sizes = [size for size in (outer, inner) if size]
     values = [jax.ShapeDtypeStruct((*sizes, *shape), jnp.float32) for shape in ((2, WIDTH), (WIDTH,))]
-    run = jax.vmap(mosaic("rms_norm"))
-    found = grids(jax.vmap(run) if outer else run, *values)
+    run = mosaic("rms_norm")
+    for _ in sizes:
+        run = jax.vmap(run)
+    found = grids(run, *values)
     assert found
     assert all(math.prod(grid[:-1]) <= 65_535 for grid in found)
 
@@ -178,6 +179,19 @@ def test_weights_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     both("rotary_embedding", lambda run: jax.vmap(run), *values)
     many = grids(jax.vmap(mosaic("rotary_embedding")), *values)
     assert [grid[0] for grid in many] == [4, 3]
+
+
+def test_outputs_share_the_batch_axis() -> None:
+    """An output that does not depend on the batched argument is repeated, and cannot be taken without the axis."""
+    x, weights = draw(1, 2, WIDTH), draw(2, 3, WIDTH)
+
+    def add(run: Any) -> Any:
+        return lambda weight: run(x, x, weight)
+
+    normed, total = both("fused_add_rms_norm", lambda run: jax.vmap(add(run)), weights)
+    assert normed.shape == total.shape == (3, 2, WIDTH)
+    with pytest.raises(ValueError, match="out_axes"):
+        jax.eval_shape(jax.vmap(add(mosaic("fused_add_rms_norm")), out_axes=(0, None)), weights)
 
 
 # Derivatives.
