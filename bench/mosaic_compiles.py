@@ -20,21 +20,12 @@ import numpy as np
 from flax import nnx
 
 import jaxfuse
-from jaxfuse import Qwen3, Qwen3Config
+from jaxfuse import Qwen3
 from jaxfuse.generate import RUNNING, begin, decode, interned, prefill
+from jaxfuse.sizes import SIZES
 
 SHIPPED = Path(jaxfuse.__file__).parent / "checkpoint"
-QWEN3_06B = Qwen3Config(
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=40960,
-    tie_word_embeddings=True,
-    dtype="bfloat16",
-)
+QWEN3_06B = SIZES["0.6B"]
 COMPILE_EVENT = "Compile"
 """What Mosaic GPU calls a kernel's compilation in a trace."""
 BACKEND_EVENT = "/jax/core/compile/backend_compile_duration"

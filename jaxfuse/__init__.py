@@ -1,6 +1,8 @@
 """jaxfuse: the fused layer stack of an LLM engine in JAX, and a Flax NNX Qwen3 built on it."""
 
+import importlib
 from importlib.metadata import version
+from types import ModuleType
 
 from jaxfuse.cache import KVCache
 from jaxfuse.config import Qwen3Config
@@ -26,3 +28,10 @@ __all__ = [
     "generate",
     "stream",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`jaxfuse.parity`, which needs PyTorch, is imported at its first use."""
+    if name == "parity":
+        return importlib.import_module("jaxfuse.parity")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

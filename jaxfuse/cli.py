@@ -1,12 +1,13 @@
 """The command `jaxfuse`.
 
-Standard output carries the answer alone; notes and progress go to standard error. Exit status: 0 done, 2 bad
-input, 130 interrupted.
+Standard output carries the answer alone; notes and progress go to standard error. Exit status: 0 done, 1 a
+comparison failed, 2 bad input, 130 interrupted.
 """
 
 import argparse
 import dataclasses
 import errno
+import importlib.util
 import io
 import json
 import math
@@ -97,6 +98,25 @@ def _parser() -> argparse.ArgumentParser:
         "release",
     )
     command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+    command = commands.add_parser(
+        "parity",
+        help="compare a model with the same in PyTorch, step by step",
+        description="Say how far a model in jaxfuse is from the same in transformers: each op, each step of each "
+        "layer, logits, greedy tokens. Exit status 1 when the contract is broken.",
+    )
+    command.set_defaults(run=_parity)
+    _add_model(command)
+    command.add_argument("--dtype", choices=DTYPES, help="default: float32, then bfloat16")
+    command.add_argument("--prompts", metavar="FILE", help="one prompt a line; default: pieces of a novel")
+    command.add_argument("--num-prompts", type=_positive, default=64, metavar="N", help="at most; default: 64")
+    command.add_argument(
+        "--new-tokens", type=_positive, default=64, metavar="N", help="greedy tokens to compare; default: 64"
+    )
+    command.add_argument("--implementation", choices=get_args(Implementation), help="of the fused ops")
+    command.add_argument("--device", choices=("cpu", "cuda"), help="of the PyTorch side; default: cuda if it is there")
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    command.add_argument("--plot", metavar="FILE.png", help="draw the error by layer; svg and pdf too")
 
     command = commands.add_parser("info", help="describe a model and this machine")
     command.set_defaults(run=_info)
@@ -252,6 +272,15 @@ def _sampling(options: argparse.Namespace, folder: Path) -> Sampling:
     sampling = Sampling(**{**vars(default), **given})
     sampling.for_batch(1)  # refused here, before a large model is loaded
     return sampling
+
+
+def _parity(options: argparse.Namespace) -> int:
+    for package, name in (("torch", "PyTorch"), ("matplotlib", "matplotlib"))[: 1 + (options.plot is not None)]:
+        if importlib.util.find_spec(package) is None:
+            raise JaxfuseError(f'this needs {name}, which is not installed; pip install "jaxfuse[parity]"')
+    from jaxfuse.parity.command import run  # imported here: only this command needs PyTorch
+
+    return run(options)
 
 
 def _info(options: argparse.Namespace) -> int:

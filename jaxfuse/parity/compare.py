@@ -1,0 +1,327 @@
+"""The comparison of a checkpoint in jaxfuse with the same in transformers: the main path."""
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import jaxfuse
+from jaxfuse import devices, weights
+from jaxfuse.config import DTYPES, Qwen3Config
+from jaxfuse.errors import InputError
+from jaxfuse.fused_ops import fused_ops
+from jaxfuse.generate import Prompts, generate
+from jaxfuse.hub import resolve
+from jaxfuse.kernels import Implementation, check_implementation
+from jaxfuse.model import Qwen3
+from jaxfuse.parity.activations import Activations
+from jaxfuse.parity.errors import Errors, LogitFigures
+from jaxfuse.parity.local import compare_steps
+from jaxfuse.parity.ops import compare_ops
+from jaxfuse.parity.prompts import default_prompts, grouped
+from jaxfuse.parity.report import Record, Report
+from jaxfuse.parity.self_consistency import compare_with_itself
+from jaxfuse.parity.sensitivity import smallest_faults
+from jaxfuse.parity.steps import is_coarse, names, values_per_token
+from jaxfuse.parity.taps import JaxSide, to_torch
+from jaxfuse.parity.torch_run import Plan, TorchRun, add_ends, detail_name, group_name, run_torch
+from jaxfuse.parity.torch_side import choose_device
+from jaxfuse.parity.yardstick import (
+    LARGEST_LOGIT,
+    LOGITS,
+    PROMPTS,
+    STEP,
+    TOKENS,
+    Line,
+    geometric_ratio,
+)
+
+# Every step of so many float32 values is kept for the prompts that are compared step by step; at least one prompt.
+_DETAIL_VALUES = 2**28
+_DETAIL_PROMPTS = 4
+_CONTINUED = 4
+
+Progress = Callable[[str, int, int], None]
+
+
+def compare(
+    model_path: str | os.PathLike[str],
+    *,
+    prompts: Prompts | None = None,
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    implementation: Implementation | None = None,
+    device: str | None = None,
+    new_tokens: int = 64,
+    model: Callable[[str], Qwen3] | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Says how far a checkpoint in jaxfuse is from the same in transformers: op by op, step by step, token by token.
+
+    Transformers runs first, in float32 and in each dtype; its activations wait in a temporary folder, so that the two
+    models are never in memory together.
+
+    Args:
+        model_path: a folder, or a repository of the hub.
+        prompts: rows of token ids, at least two each; None takes 64 pieces of 128 tokens of held-out text, or random
+            tokens when the checkpoint has no tokenizer. The contract in 16 bits is about at least so many.
+        dtypes: of "float32", "bfloat16" and "float16".
+        implementation: of jaxfuse's fused ops.
+        device: of the PyTorch side, "cpu" or "cuda"; None takes a GPU that PyTorch can use.
+        new_tokens: how many tokens are continued greedily, for the first four prompts of one length.
+        model: makes the jaxfuse model for a dtype, in place of loading the checkpoint: to compare a model of your own.
+        progress: called with what is done next, the steps done and their number.
+
+    Returns:
+        The report; `report.passed` says whether the contract holds.
+
+    Raises:
+        JaxfuseError: for a checkpoint, prompts or an argument that does not fit, or a disk without room.
+        ImplementationError: when the implementation cannot run.
+    """
+    check_implementation(implementation, "fused")
+    folder = resolve(model_path)
+    config = Qwen3Config.from_pretrained(folder)
+    _check_dtypes(dtypes)
+    if prompts is None:
+        prompts = default_prompts(folder, config)
+    groups = grouped(prompts, config)
+    detail = groups[0][: _detail_prompts(config, groups[0])]
+    continued = _continued(groups[0], config, new_tokens)
+    device = choose_device(device)
+
+    def load(dtype: str) -> Qwen3:
+        if model is not None:
+            return model(dtype)
+        return weights.load(folder, dtype=dtype, implementation=implementation)
+
+    with tempfile.TemporaryDirectory(prefix="jaxfuse-parity-") as scratch:
+        files = Activations(Path(scratch), _expected_bytes(config, groups, detail, len(dtypes)))
+        plan = Plan(folder, device, groups, detail, continued, new_tokens, files)
+        torch_dtypes = list(dict.fromkeys(["float32", *dtypes]))
+        ticks = _Ticks(progress, (len(groups) + 2) * len(torch_dtypes) + (len(groups) + 3) * len(dtypes))
+        torch_runs = {}
+        for dtype in torch_dtypes:
+            ticks.what = f"transformers, {dtype}"
+            torch_runs[dtype] = run_torch(plan, dtype, ticks)
+        comparisons = []
+        for dtype in dtypes:
+            ticks.what = f"jaxfuse, {dtype}"
+            comparisons.append(_Comparison(plan, dtype, load(dtype), torch_runs[dtype], ticks))
+    return _report(str(model_path), config, plan, torch_runs, comparisons)
+
+
+def _check_dtypes(dtypes: Sequence[str]) -> None:
+    if isinstance(dtypes, str) or not dtypes or not all(dtype in DTYPES for dtype in dtypes):
+        raise InputError(f"dtypes must be some of {', '.join(DTYPES)}, in a list, got {dtypes!r}")
+    if len(set(dtypes)) < len(dtypes):
+        raise InputError(f"dtypes must differ, got {dtypes!r}")
+
+
+def _detail_prompts(config: Qwen3Config, rows: np.ndarray) -> int:
+    fit = _DETAIL_VALUES // (rows.shape[1] * (values_per_token(config) + config.vocab_size))
+    return max(1, min(fit, _DETAIL_PROMPTS))
+
+
+def _continued(rows: np.ndarray, config: Qwen3Config, new_tokens: int) -> np.ndarray:
+    """The beginnings of the first prompts, half of each, with room for what follows."""
+    if isinstance(new_tokens, bool) or not isinstance(new_tokens, int) or new_tokens < 1:
+        raise InputError(f"new_tokens must be a positive integer, got {new_tokens!r}")
+    length = -(-rows.shape[1] // 2)
+    limit = config.max_position_embeddings
+    if length + new_tokens > limit:
+        raise InputError(
+            f"prompt and continuation must fit the model's {limit} positions, got {length} + {new_tokens}; lower "
+            "new_tokens"
+        )
+    return rows[:_CONTINUED, :length]
+
+
+def _expected_bytes(config: Qwen3Config, groups: Sequence[np.ndarray], detail: np.ndarray, dtypes: int) -> int:
+    coarse = (config.num_hidden_layers + 2) * config.hidden_size + config.vocab_size
+    fine = 2 * (values_per_token(config) + config.vocab_size)
+    return 4 * (coarse * sum(rows.size for rows in groups) + fine * detail.size * dtypes)
+
+
+class _Ticks:
+    """Counts what is done, and tells it."""
+
+    def __init__(self, progress: Progress | None, total: int):
+        self.what = ""
+        self._progress, self._done, self._total = progress, 0, total
+
+    def __call__(self) -> None:
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self.what, self._done, self._total)
+
+
+class _Comparison:
+    """jaxfuse in one dtype against what transformers left; all figures are in its attributes."""
+
+    def __init__(self, plan: Plan, dtype: str, model: Qwen3, torch_run: TorchRun, tick: Callable[[], None]):
+        self.dtype, self.torch = dtype, torch_run
+        self.contract: list[Line] = []
+        self.located: list[Record] = []
+        self.implementations = fused_ops(model.config, model.numerics)
+        side = JaxSide(model)
+        every = names(model.config)
+
+        self.ends: dict[str, Errors] = {}
+        self.figures = LogitFigures()
+        coarse = tuple(name for name in every if is_coarse(name) and name != "lm_head")
+        for group, rows in enumerate(plan.groups):
+            true = plan.files.load(group_name(group), plan.device)
+            given = {name: to_torch(value, plan.device) for name, value in side.steps(rows, coarse).items()}
+            given["lm_head"] = to_torch(side.logits(rows), plan.device)
+            add_ends(self.ends, given, true)
+            self.figures.add(given["lm_head"], true["lm_head"], plan.first_prompt(group))
+            tick()
+        del true, given
+
+        self._steps(plan, side, every)
+        tick()
+        self.tokens = self._continue(plan, model)
+        tick()
+        true = plan.files.load(group_name(0), plan.device)["lm_head"]
+        theirs = _logits_of(torch_run)
+        self.self_consistency, lines = compare_with_itself(side, plan.groups[0], true, theirs.errors.tokens[0], dtype)
+        self.contract += lines
+        tick()
+        self._judge_ends(every)
+
+    def _steps(self, plan: Plan, side: JaxSide, every: list[str]) -> None:
+        """Each step alone; then the fine steps at the end of all before them."""
+        detail = plan.files.load(detail_name(self.dtype), plan.device)
+        local = compare_steps(side, plan.detail, detail, self.torch, self.dtype, every)
+        self.local = local.records
+        self.contract += local.lines
+        fault = local.first_fault
+        if fault is not None:
+            self.located.append({"dtype": self.dtype, "step": fault, "by": "local error", **local.records[fault]})
+        self.sensitivity = smallest_faults(side.model, local.values, detail, self.torch, self.dtype)
+        self.ops, lines = compare_ops(side.model, detail, self.torch, self.dtype)
+        self.contract += lines
+        del detail, local
+
+        true = plan.files.load(detail_name("float32"), plan.device)
+        given = side.steps(plan.detail, tuple(name for name in every if not is_coarse(name)))
+        for name, value in given.items():
+            self.ends.setdefault(name, Errors()).add(to_torch(value, plan.device).reshape(true[name].shape), true[name])
+
+    def _continue(self, plan: Plan, model: Qwen3) -> Record:
+        """Greedy tokens of both sides."""
+        out = generate(model, list(plan.continued), max_new_tokens=plan.new_tokens, stop_token_ids=())
+        ours, theirs, margins = out.tokens, self.torch.tokens, self.torch.margins
+        apart = np.where((ours != theirs).any(axis=1), (ours != theirs).argmax(axis=1), plan.new_tokens)
+        agreed = np.arange(plan.new_tokens) < apart[:, None]
+        row = int(apart.argmin())
+        step = int(apart[row])
+        first = None
+        if step < plan.new_tokens:
+            first = {
+                "prompt": row,
+                "step": step,
+                "token": int(ours[row, step]),
+                "expected": int(theirs[row, step]),
+                "margin": float(margins[row, step]),
+            }
+        if self.dtype == "float32":
+            self.contract.append(Line("float32 tokens that differ", int((ours != theirs).sum()), 0))
+        return {
+            "dtype": self.dtype,
+            "prompts": len(ours),
+            "prompt_tokens": plan.continued.shape[1],
+            "new_tokens": plan.new_tokens,
+            "agreed": int(agreed.sum()),
+            "of": agreed.size,
+            "first_difference": first,
+            "smallest_margin": float(margins[agreed].min()) if agreed.any() else None,
+            "median_margin": float(np.median(margins)),
+        }
+
+    def _judge_ends(self, every: list[str]) -> None:
+        """The lines about the whole model, and where it parts if no single step is at fault."""
+        if self.dtype == "float32":
+            value = self.figures.figures()["of_largest_logit"]
+            self.contract.append(Line("float32 logits: largest difference of the largest logit", value, LARGEST_LOGIT))
+            return
+        for name in filter(is_coarse, every):
+            bound = LOGITS if name == "lm_head" else STEP
+            upper = self.ratio(name)[1]
+            line = Line(
+                f"{self.dtype} {'logits' if name == 'lm_head' else f'layers {name}'}: error at the end", upper, bound
+            )
+            self.contract.append(line)
+            if not line.passed and not self.located:
+                self.located.append({"dtype": self.dtype, "step": name, "by": "error at the end", "ratio": upper})
+
+    def ratio(self, name: str) -> tuple[float, float]:
+        """The geometric mean of our error over torch's at the end of a step, and its upper bound."""
+        theirs = next(iter(self.torch.ends.values()))[name]
+        return geometric_ratio(self.ends[name].rest, theirs.rest)
+
+    def layer(self, name: str) -> Record:
+        """A step's record for the report."""
+        mean, upper = self.ratio(name)
+        record: Record = {
+            "dtype": self.dtype,
+            "step": name,
+            "local": self.local[name],
+            "end": self.ends[name].figures(),
+            "ratio": mean,
+            "ratio_upper": upper,
+            "tokens": self.ends[name].all.numel(),
+        }
+        for attention, ends in self.torch.ends.items():
+            record[f"torch_{attention}_end"] = ends[name].figures()
+        return record
+
+
+def _logits_of(torch_run: TorchRun) -> LogitFigures:
+    return next(iter(torch_run.logits.values()))
+
+
+def _report(
+    model_path: str, config: Qwen3Config, plan: Plan, torch_runs: dict[str, TorchRun], comparisons: list[_Comparison]
+) -> Report:
+    tokens = sum(rows.size for rows in plan.groups)
+    count = sum(len(rows) for rows in plan.groups)
+    every = names(config)
+    return Report(
+        model=model_path,
+        prompts={
+            "count": count,
+            "tokens": tokens,
+            "enough": count >= PROMPTS and tokens >= TOKENS,
+            "step_by_step": plan.detail.size,
+        },
+        sides={
+            "torch": torch_runs["float32"].settings,
+            "jaxfuse": {
+                "jaxfuse": jaxfuse.__version__,
+                "jax": jax.__version__,
+                "device": devices.describe(),
+                "fused_ops": {comparison.dtype: comparison.implementations for comparison in comparisons},
+            },
+        },
+        ops=[record for comparison in comparisons for record in comparison.ops],
+        layers=[comparison.layer(name) for comparison in comparisons for name in every],
+        logits=[
+            {
+                "dtype": comparison.dtype,
+                "ratio": comparison.ratio("lm_head")[0],
+                "ratio_upper": comparison.ratio("lm_head")[1],
+                "jaxfuse": comparison.figures.figures(),
+                **{f"torch_{name}": figures.figures() for name, figures in comparison.torch.logits.items()},
+            }
+            for comparison in comparisons
+        ],
+        tokens=[comparison.tokens for comparison in comparisons],
+        self_consistency=[record for comparison in comparisons for record in comparison.self_consistency],
+        sensitivity=[record for comparison in comparisons for record in comparison.sensitivity],
+        located=[record for comparison in comparisons for record in comparison.located],
+        contract=[line for comparison in comparisons for line in comparison.contract],
+    )
