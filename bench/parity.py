@@ -109,9 +109,9 @@ def main() -> int:
                     new_tokens=options.new_tokens,
                     progress=lambda what, done, total: print(f"{what} {done}/{total}", file=sys.stderr, flush=True),
                 )
-            target = options.out / f"parity-{name}-{init}"
-            target.with_suffix(".json").write_text(report.to_json() + "\n", "utf-8")
-            target.with_suffix(".log").write_text(report.table(110) + "\n", "utf-8")
+            target = f"parity-{name}-{init}"
+            (options.out / f"{target}.json").write_text(report.to_json() + "\n", "utf-8")
+            (options.out / f"{target}.log").write_text(report.table(110) + "\n", "utf-8")
             verdict = "holds" if report.passed else f"broken: {', '.join(report.broken[:5])}"
             seconds = f"made in {made - start:.0f} s, compared in {time.perf_counter() - made:.0f} s"
             print(f"{name} {init}: {verdict} ({seconds})", flush=True)

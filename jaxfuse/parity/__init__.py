@@ -8,7 +8,8 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError('jaxfuse.parity needs PyTorch; pip install "jaxfuse[parity]"', name="torch") from error
 
+from jaxfuse.parity.check_op import OpCase, check_op
 from jaxfuse.parity.compare import compare
 from jaxfuse.parity.report import Report
 
-__all__ = ["Report", "compare"]
+__all__ = ["OpCase", "Report", "check_op", "compare"]

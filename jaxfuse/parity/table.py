@@ -55,13 +55,13 @@ def _ok(passed: bool) -> str:
 def _head(report: Report) -> Iterable[str]:
     prompts, torch, ours = report.prompts, report.sides["torch"], report.sides["jaxfuse"]
     yield f"Parity of {report.model}"
-    enough = f"; fewer than the {PROMPTS} and {TOKENS:,} that the contract in 16 bits is about" * (
-        not prompts["enough"]
+    few = (
+        "" if prompts["enough"] else f"; fewer than the {PROMPTS} and {TOKENS:,} that the contract in 16 bits is about"
     )
-    yield f"prompts      {prompts['count']}, {prompts['tokens']:,} tokens{enough}; step by step {prompts['step_by_step']}"
+    yield f"prompts      {prompts['count']}, {prompts['tokens']:,} tokens{few}; step by step {prompts['step_by_step']}"
     yield (
-        f"transformers {torch['transformers']}, torch {torch['torch']}, on {torch['device']}, {torch['threads']} threads; "
-        f"attention {torch['attention']}; TF32 {_on(torch['tf32'])}, kernels of the hub {_on(torch['hub_kernels'])}, "
+        f"transformers {torch['transformers']}, torch {torch['torch']} on {torch['device']}, "
+        f"threads {torch['threads']}; attention {torch['attention']}; TF32 {_on(torch['tf32'])}, kernels of the hub {_on(torch['hub_kernels'])}, "
         f"inv_freq in {torch['inv_freq']}"
     )
     yield f"jaxfuse      {ours['jaxfuse']}, jax {ours['jax']}, on {ours['device']}"
@@ -100,7 +100,7 @@ def _ops(report: Report) -> Iterable[Table | str]:
     yield _table("Each op on activations of the model, against float64", columns, rows)
     for record in report.ops:
         if "refused" in record:
-            yield f"{record['op']} ({record['implementation']}), {record['dtype']}: cannot run here: {record['refused']}"
+            yield f"{record['op']} as {record['implementation']}, {record['dtype']}, cannot run: {record['refused']}"
 
 
 def _steps(report: Report) -> Iterable[Table]:
