@@ -1,9 +1,9 @@
-# make demo, make test, make lint. Choices, all optional:
+# make demo, make test, make lint, make parity. Choices, all optional:
 #   PYTHON=python3.13   the Python to make .venv with
 #   EXTRA=cuda12        the extras to install: cpu, or cuda12, cuda13, triton, parity with commas between
 #   JAX=0.11.2          the exact release of jax and jaxlib
 #   PROMPT="..."        what make demo says to the model
-#   ARGS="..."          more arguments, for jaxfuse generate or pytest
+#   ARGS="..."          more arguments, for jaxfuse generate, pytest or jaxfuse parity
 # scripts/make-venv reads the first three from its environment.
 PROMPT = The letter came at breakfast, and Emma read it twice before she spoke.
 ARGS =
@@ -12,7 +12,7 @@ sources = $(wildcard jaxfuse kernels tests bench)
 override PROMPT := $(value PROMPT)
 export PROMPT
 
-.PHONY: help demo test lint format venv venv-dev
+.PHONY: help demo test parity lint format venv venv-dev
 # Two installations at once would spoil .venv.
 .NOTPARALLEL:
 
@@ -26,6 +26,9 @@ demo: venv
 # The command pytest, not python -m pytest, which would make the folder kernels/ importable as a top-level module.
 test: venv-dev
 	.venv/bin/pytest $(ARGS)
+
+parity: venv-dev
+	@.venv/bin/jaxfuse parity $(ARGS)
 
 lint: venv-dev
 	.venv/bin/ruff check $(sources)

@@ -61,8 +61,8 @@ def _head(report: Report) -> Iterable[str]:
     yield f"prompts      {prompts['count']}, {prompts['tokens']:,} tokens{few}; step by step {prompts['step_by_step']}"
     yield (
         f"transformers {torch['transformers']}, torch {torch['torch']} on {torch['device']}, "
-        f"threads {torch['threads']}; attention {torch['attention']}; TF32 {_on(torch['tf32'])}, kernels of the hub {_on(torch['hub_kernels'])}, "
-        f"inv_freq in {torch['inv_freq']}"
+        f"threads {torch['threads']}; attention {torch['attention']}; TF32 {_on(torch['tf32'])}, "
+        f"kernels of the hub {_on(torch['hub_kernels'])}, inv_freq in {torch['inv_freq']}"
     )
     yield f"jaxfuse      {ours['jaxfuse']}, jax {ours['jax']}, on {ours['device']}"
     for dtype, ops in ours["fused_ops"].items():
