@@ -73,7 +73,7 @@ def test_the_tools_own_float64_agrees(folder: Path) -> None:
         for head in ("q", "k"):
             steps[f"layers.{i}.{head}_norm"] = torch.zeros_like(steps[f"layers.{i}.{head}_rope"])
     with pinned():
-        truth = float64.local_truth(side.model, torch.from_numpy(tokens).long(), steps)
+        truth = float64.truth_of(side.model, torch.from_numpy(tokens).long(), steps)
     for name in names(jaxfuse.Qwen3Config.from_pretrained(folder)):
         true = steps[name]
         error = float(token_errors(truth[name].reshape(true.shape) - true, true).max())

@@ -19,7 +19,7 @@ from jaxfuse.kernels import Implementation, check_implementation
 from jaxfuse.model import Qwen3
 from jaxfuse.parity.activations import Activations
 from jaxfuse.parity.errors import Errors, LogitFigures
-from jaxfuse.parity.local import compare_steps
+from jaxfuse.parity.local import compare_steps, errors_of, step_record
 from jaxfuse.parity.ops import compare_ops
 from jaxfuse.parity.prompts import default_prompts, grouped
 from jaxfuse.parity.report import Record, Report
@@ -30,6 +30,7 @@ from jaxfuse.parity.taps import JaxSide, to_torch
 from jaxfuse.parity.torch_run import Plan, TorchRun, add_ends, detail_name, group_name, run_torch
 from jaxfuse.parity.torch_side import choose_device
 from jaxfuse.parity.yardstick import (
+    FLOAT32_STEP,
     LARGEST_LOGIT,
     LOGITS,
     PROMPTS,
@@ -37,6 +38,7 @@ from jaxfuse.parity.yardstick import (
     TOKENS,
     Line,
     geometric_ratio,
+    judge_step,
 )
 
 # Every step of so many float32 values is kept for the prompts that are compared step by step; at least one prompt.
@@ -141,7 +143,7 @@ def _continued(rows: np.ndarray, config: Qwen3Config, new_tokens: int) -> np.nda
 
 def _expected_bytes(config: Qwen3Config, groups: Sequence[np.ndarray], detail: np.ndarray, dtypes: int) -> int:
     coarse = (config.num_hidden_layers + 2) * config.hidden_size + config.vocab_size
-    fine = 2 * (values_per_token(config) + config.vocab_size)
+    fine = 3 * (values_per_token(config) + config.vocab_size)
     return 4 * (coarse * sum(rows.size for rows in groups) + fine * detail.size * dtypes)
 
 
@@ -165,6 +167,7 @@ class _Comparison:
         self.dtype, self.torch = dtype, torch_run
         self.contract: list[Line] = []
         self.located: list[Record] = []
+        self.whole: dict[str, Record] = {}
         self.implementations = fused_ops(model.config, model.numerics)
         side = JaxSide(model)
         every = names(model.config)
@@ -187,7 +190,9 @@ class _Comparison:
         tick()
         true = plan.files.load(group_name(0), plan.device)["lm_head"]
         theirs = _logits_of(torch_run)
-        self.self_consistency, lines = compare_with_itself(side, plan.groups[0], true, theirs.errors.tokens[0], dtype)
+        self.self_consistency, lines = compare_with_itself(
+            side, plan.groups[0], true, theirs.errors.tokens[0], dtype, self.logit_bound
+        )
         self.contract += lines
         tick()
         self._judge_ends(every)
@@ -207,9 +212,21 @@ class _Comparison:
         del detail, local
 
         true = plan.files.load(detail_name("float32"), plan.device)
-        given = side.steps(plan.detail, tuple(name for name in every if not is_coarse(name)))
-        for name, value in given.items():
-            self.ends.setdefault(name, Errors()).add(to_torch(value, plan.device).reshape(true[name].shape), true[name])
+        for name, value in side.steps(plan.detail, tuple(every)).items():
+            if not is_coarse(name):  # those have been added over all prompts
+                given = to_torch(value, plan.device).reshape(true[name].shape)
+                self.ends.setdefault(name, Errors()).add(given, true[name])
+            if self.dtype == "float32":
+                self._judge_whole(name, errors_of(value, true, name, whole=True))
+
+    def _judge_whole(self, name: str, errors: Errors) -> None:
+        """A step of float32 at the end of all before it, against float64."""
+        theirs = self.torch.whole[name]
+        lines = judge_step(f"float32 layers {name} at the end", "float32", errors.tokens[0], theirs)
+        self.whole[name] = record = step_record(errors, theirs, lines)
+        self.contract += lines
+        if not record["passed"] and not self.located:
+            self.located.append({"dtype": "float32", "step": name, "by": "error at the end", **record})
 
     def _continue(self, plan: Plan, model: Qwen3) -> Record:
         """Greedy tokens of both sides."""
@@ -246,7 +263,8 @@ class _Comparison:
         """The lines about the whole model, and where it parts if no single step is at fault."""
         if self.dtype == "float32":
             value = self.figures.figures()["of_largest_logit"]
-            self.contract.append(Line("float32 logits: largest difference of the largest logit", value, LARGEST_LOGIT))
+            name = "float32 logits: largest difference of the largest logit"
+            self.contract.append(Line(name, value, self.logit_bound))
             return
         for name in filter(is_coarse, every):
             bound = LOGITS if name == "lm_head" else STEP
@@ -257,6 +275,11 @@ class _Comparison:
             self.contract.append(line)
             if not line.passed and not self.located:
                 self.located.append({"dtype": self.dtype, "step": name, "by": "error at the end", "ratio": upper})
+
+    @property
+    def logit_bound(self) -> float:
+        """Of the largest logit: 2e-5, or three times what torch's two attentions differ by, where that is more."""
+        return max(LARGEST_LOGIT, FLOAT32_STEP * _logits_of(self.torch).figures()["of_largest_logit"])
 
     def ratio(self, name: str) -> tuple[float, float]:
         """The geometric mean of our error over torch's at the end of a step, and its upper bound."""
@@ -271,6 +294,7 @@ class _Comparison:
             "step": name,
             "local": self.local[name],
             "end": self.ends[name].figures(),
+            "end_float64": self.whole.get(name),
             "ratio": mean,
             "ratio_upper": upper,
             "tokens": self.ends[name].all.numel(),

@@ -1,4 +1,4 @@
-"""The steps of a layer in float64, given the inputs that transformers' own step had: the truth for both sides.
+"""The steps of a model in float64: the truth for both sides, of one step alone or of all up to it.
 
 Transformers' `.double()` is none: its norms, its softmax and its RoPE cast to float32.
 """
@@ -62,13 +62,14 @@ def split_heads(qkv: torch.Tensor, kv_heads: int, head_dim: int) -> tuple[torch.
     return q, k, v
 
 
-def local_truth(model: Qwen3ForCausalLM, tokens: torch.Tensor, steps: Steps) -> Steps:
-    """What each recorded step should have given for the inputs that it had.
+def truth_of(model: Qwen3ForCausalLM, tokens: torch.Tensor, steps: Steps | None = None) -> Steps:
+    """What each step should have given.
 
     Args:
-        model: whose weights are taken.
+        model: whose weights are taken, and the float32 frequencies of its RoPE.
         tokens: `[B, T]`.
-        steps: what the steps gave, by the names of `torch_side.recorded`.
+        steps: what its steps gave: each is computed for the inputs that it had. None: for the true ones, so that all is
+            float64 from the tokens on.
 
     Returns:
         float64, by the same names; and `rotary.q` and `rotary.k`, RoPE alone, for each layer.
@@ -77,6 +78,8 @@ def local_truth(model: Qwen3ForCausalLM, tokens: torch.Tensor, steps: Steps) -> 
     split = config.num_key_value_heads, config.head_dim
     inv_freq, factor = model.model.rotary_emb.inv_freq, model.model.rotary_emb.attention_scaling
     truth: Steps = {"embed_tokens": model.model.embed_tokens.weight.double()[tokens]}
+    if steps is None:
+        steps = truth  # what is read below was written above
     total, residual = truth["embed_tokens"], steps["embed_tokens"]
     for i, layer in enumerate(model.model.layers):
         at, attn, mlp = f"layers.{i}.", layer.self_attn, layer.mlp

@@ -60,7 +60,7 @@ def compare_steps(
     values = side.local_steps(tokens, {name: detail[name] for name in steps}, tuple(steps))
     records, lines = {}, []
     for name in steps:
-        errors, theirs = local_errors(values[name], detail, name), torch_run.local[name]
+        errors, theirs = errors_of(values[name], detail, name), torch_run.local[name]
         judged = judge_step(f"{dtype} layers {name}", dtype, errors.tokens[0], theirs)
         records[name] = step_record(errors, theirs, judged)
         lines += judged
@@ -79,8 +79,8 @@ def step_record(errors: Errors, theirs: torch.Tensor, judged: list[Line]) -> dic
     }
 
 
-def local_errors(value: Value, detail: Steps, name: str) -> Errors:
-    """How far a value is from float64, given the inputs that transformers' step had.
+def errors_of(value: Value, detail: Steps, name: str, *, whole: bool = False) -> Errors:
+    """How far a value is from float64, given the inputs that transformers' step had; `whole`: from the tokens on.
 
     Args:
         value: `[B, T, ...]`.
@@ -88,7 +88,7 @@ def local_errors(value: Value, detail: Steps, name: str) -> Errors:
         name: of the step.
     """
     theirs = detail[value_name(name)].double()
-    short = detail[short_of_truth(name)].double()
+    short = detail[short_of_truth(name, whole=whole)].double()
     errors = Errors()
     given = value if isinstance(value, torch.Tensor) else to_torch(value)
     difference = given.to(theirs.device).double().reshape(theirs.shape) - theirs - short

@@ -11,7 +11,7 @@ from jaxfuse import kernels
 from jaxfuse.kernels import Implementation, ImplementationError
 from jaxfuse.model import Qwen3
 from jaxfuse.parity.float64 import Steps
-from jaxfuse.parity.local import local_errors, step_record
+from jaxfuse.parity.local import errors_of, step_record
 from jaxfuse.parity.taps import to_jax
 from jaxfuse.parity.torch_run import TorchRun
 from jaxfuse.parity.yardstick import Line, judge_step
@@ -43,7 +43,7 @@ def compare_ops(
                 records[key] = {"op": op, "implementation": implementation, "dtype": dtype, "refused": str(error)}
                 continue
             for name, value in zip(names, values if isinstance(values, tuple) else (values,), strict=True):
-                errors, theirs = local_errors(value, detail, name), torch_run.local[name]
+                errors, theirs = errors_of(value, detail, name), torch_run.local[name]
                 judged = judge_step(f"{dtype} ops {op} {implementation} {name}", dtype, errors.tokens[0], theirs)
                 lines += judged
                 strain = max(line.strain for line in judged)

@@ -137,8 +137,22 @@ def _ends(report: Report) -> Iterable[Table]:
         records = [r for r in report.layers if r["dtype"] == dtype and is_coarse(r["step"])]
         title = f"Error at the end of each layer, {dtype}, against transformers' float32"
         if dtype == "float32":
-            columns: tuple[str, ...] = ("after", "median", "p99", "max", "largest", "torch eager")
-            rows = [[_after(r), *_spread(r["end"]), _size(r["torch_eager_end"]["median"])] for r in records]
+            columns: tuple[str, ...] = (
+                *("after", "median", "p99", "max", "largest", "torch eager"),
+                *("from float64", "torch's", "ratio", ""),
+            )
+            rows = [
+                [
+                    _after(r),
+                    *_spread(r["end"]),
+                    _size(r["torch_eager_end"]["median"]),
+                    _size(r["end_float64"]["error"]),
+                    _size(r["end_float64"]["torch_error"]),
+                    _ratio(r["end_float64"]["ratio"]),
+                    _ok(r["end_float64"]["passed"]),
+                ]
+                for r in records
+            ]
         else:
             columns = ("after", "median", "p99", "max", "largest", "torch sdpa", "eager", "ratio", "at most")
             rows = [

@@ -17,6 +17,7 @@ from jaxfuse.parity.yardstick import root_mean_square, token_errors
 
 Tick = Callable[[], None]
 type Ends = dict[Attention, dict[str, Errors]]
+type TokenErrors = dict[str, torch.Tensor]
 
 
 @dataclasses.dataclass
@@ -57,6 +58,7 @@ class TorchRun:
         logits: by attention, the same for the logits.
         local: by step, the error of each token against float64, given the inputs that the step had; of the two
             attentions the one that errs more.
+        whole: in float32, by step, the error of each token against float64 from the tokens on; else empty.
         tokens: `[rows, new_tokens]`, the greedy continuation.
         margins: `[rows, new_tokens]`, how far the first logit is ahead of the second.
     """
@@ -64,7 +66,8 @@ class TorchRun:
     settings: dict[str, Any]
     ends: Ends
     logits: dict[Attention, LogitFigures]
-    local: dict[str, torch.Tensor]
+    local: TokenErrors
+    whole: TokenErrors
     tokens: np.ndarray
     margins: np.ndarray
 
@@ -90,11 +93,11 @@ def run_torch(plan: Plan, dtype: str, tick: Tick) -> TorchRun:
                 add_ends(ends[attention], given, true)
                 logits[attention].add(given["lm_head"], true["lm_head"], plan.first_prompt(group))
             tick()
-        local = _detail(plan, side, dtype, ends)
+        local, whole = _detail(plan, side, dtype, ends)
         tick()
         continued, margins = side.greedy(torch.from_numpy(plan.continued).long(), plan.new_tokens)
         tick()
-    run = TorchRun(side.settings(), ends, logits, local, continued.cpu().numpy(), margins.cpu().numpy())
+    run = TorchRun(side.settings(), ends, logits, local, whole, continued.cpu().numpy(), margins.cpu().numpy())
     del side
     if plan.device == "cuda":
         torch.cuda.empty_cache()
@@ -107,16 +110,23 @@ def add_ends(ends: dict[str, Errors], given: float64.Steps, true: float64.Steps)
         ends.setdefault(name, Errors()).add(value, true[name])
 
 
-def _detail(plan: Plan, side: TorchSide, dtype: str, ends: Ends) -> dict[str, torch.Tensor]:
-    """Keeps every step of the detail, and returns the local errors."""
+def _detail(
+    plan: Plan, side: TorchSide, dtype: str, ends: Ends
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Keeps every step of the detail, and returns the errors of each step alone and of all up to it."""
     tokens = torch.from_numpy(plan.detail).long().to(plan.device)
     steps = side.steps(tokens)
-    truth = float64.local_truth(side.model, tokens, steps)
-    short, local = {}, {}
+    truth = float64.truth_of(side.model, tokens, steps)
+    short, local, whole = {}, {}, {}
     for name, exact in truth.items():
         difference = steps[value_name(name)].double() - exact
         short[short_of_truth(name)] = -difference.float()
         local[name] = token_errors(difference, exact).cpu()
+    if dtype == "float32":
+        for name, exact in float64.truth_of(side.model, tokens).items():
+            difference = steps[value_name(name)].double() - exact
+            short[short_of_truth(name, whole=True)] = -difference.float()
+            whole[name] = token_errors(difference, exact).cpu()
     for name, mixed in side.eager_attention(steps).items():
         eager = token_errors(mixed.double() - truth[name], truth[name]).cpu()
         if root_mean_square(eager) > root_mean_square(local[name]):
@@ -127,7 +137,7 @@ def _detail(plan: Plan, side: TorchSide, dtype: str, ends: Ends) -> dict[str, to
     for attention, errors in ends.items():
         given = side.steps(tokens, attention)
         add_ends(errors, {name: value for name, value in given.items() if not is_coarse(name)}, true)
-    return local
+    return local, whole
 
 
 def value_name(name: str) -> str:
@@ -145,6 +155,6 @@ def detail_name(dtype: str) -> str:
     return f"detail-{dtype}"
 
 
-def short_of_truth(name: str) -> str:
-    """The name under which a detail file keeps truth minus value, float32."""
-    return f"{name} short of float64"
+def short_of_truth(name: str, *, whole: bool = False) -> str:
+    """The name under which a detail file keeps truth minus value, float32; `whole`: the truth from the tokens on."""
+    return f"{name} short of float64{' from the tokens on' if whole else ''}"

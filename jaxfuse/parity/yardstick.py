@@ -11,7 +11,10 @@ from collections.abc import Sequence
 import torch
 
 LARGEST_LOGIT = 2e-5
-"""float32: the largest difference of a logit from transformers', of the largest |logit|."""
+"""float32: the largest difference of a logit from transformers', of the largest |logit|.
+
+A deep model can amplify one float32 rounding to more than that: where torch's own two attentions differ by more than a
+third of it, three times their difference is allowed."""
 
 FLOAT32_STEP = 3.0
 """float32: a step's error over torch's own, both against float64."""
