@@ -23,9 +23,9 @@ demo: venv
 	@printf '> %s\n' "$$PROMPT" >&2
 	@.venv/bin/jaxfuse generate "$$PROMPT" $(ARGS)
 
-# The command pytest, not python -m pytest, which would make the folder kernels/ importable as a top-level module.
+# A file's tests stay in one process, since they share what is dear to make. The command pytest, not python -m pytest, which would make the folder kernels/ importable as a top-level module.
 test: venv-dev
-	.venv/bin/pytest $(ARGS)
+	.venv/bin/pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 parity: venv-dev
 	@.venv/bin/jaxfuse parity $(ARGS)

@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import jax
 import numpy as np
@@ -268,10 +269,9 @@ class _Comparison:
             return
         for name in filter(is_coarse, every):
             bound = LOGITS if name == "lm_head" else STEP
-            upper = self.ratio(name)[1]
-            line = Line(
-                f"{self.dtype} {'logits' if name == 'lm_head' else f'layers {name}'}: error at the end", upper, bound
-            )
+            upper = cast(float, self.ratio(name)[1])  # as in 16 bits
+            what = "logits" if name == "lm_head" else f"layers {name}"
+            line = Line(f"{self.dtype} {what}: error at the end", upper, bound)
             self.contract.append(line)
             if not line.passed and not self.located:
                 self.located.append({"dtype": self.dtype, "step": name, "by": "error at the end", "ratio": upper})
@@ -281,8 +281,13 @@ class _Comparison:
         """Of the largest logit: 2e-5, or three times what torch's two attentions differ by, where that is more."""
         return max(LARGEST_LOGIT, FLOAT32_STEP * _logits_of(self.torch).figures()["of_largest_logit"])
 
-    def ratio(self, name: str) -> tuple[float, float]:
-        """The geometric mean of our error over torch's at the end of a step, and its upper bound."""
+    def ratio(self, name: str) -> tuple[float | None, float | None]:
+        """The geometric mean of our error over torch's at the end of a step, and its upper bound.
+
+        None in float32, where torch's is itself what is compared with.
+        """
+        if self.dtype == "float32":
+            return None, None
         theirs = next(iter(self.torch.ends.values()))[name]
         return geometric_ratio(self.ends[name].rest, theirs.rest)
 

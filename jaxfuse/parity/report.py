@@ -22,7 +22,9 @@ class Report:
         ops: for each op, implementation and dtype its worst case on activations of the model: `error` and
             `torch_error` against float64, their `ratio`, the `largest` difference of a value.
         layers: for each step and dtype, in order: `local`, as for ops, the step alone given transformers' own input;
-            and `end`, the error at the end of all steps so far, ours and torch's, against transformers' float32.
+            `end`, the error at the end of all steps so far, ours and torch's, against transformers' float32; in float32
+            `end_float64`, the same against float64, over the prompts compared step by step; in 16 bits `ratio`, ours
+            over torch's, and `ratio_upper`, its upper 95 % bound.
         logits: for each dtype, ours and torch's against transformers' float32.
         tokens: for each dtype the greedy continuation: tokens compared, the first that differs with its margin.
         self_consistency: jaxfuse against itself.
