@@ -14,6 +14,7 @@ Writes `parity-MODEL-INIT.json` and `.log` for each. Status 1: a contract is bro
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import sys
 import tempfile
@@ -109,6 +110,7 @@ def main() -> int:
                     new_tokens=options.new_tokens,
                     progress=lambda what, done, total: print(f"{what} {done}/{total}", file=sys.stderr, flush=True),
                 )
+            report = dataclasses.replace(report, model=f"{name}, {init} weights")
             target = f"parity-{name}-{init}"
             (options.out / f"{target}.json").write_text(report.to_json() + "\n", "utf-8")
             (options.out / f"{target}.log").write_text(report.table(110) + "\n", "utf-8")

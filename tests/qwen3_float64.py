@@ -82,7 +82,8 @@ class Model64:
 
     def _linear(self, name: str, x: Wide) -> Wide:
         y = x @ self.weights[f"{name}.weight"].T
-        return y + self.weights[f"{name}.bias"] if f"{name}.bias" in self.weights else y
+        biased = self.config.get("attention_bias") and "self_attn" in name
+        return y + self.weights[f"{name}.bias"] if biased else y
 
     def _turn(self, x: Wide) -> Wide:
         """RoPE of `[B, T, heads, D]`: value i of a head is turned with value i + D / 2, as a point in the plane."""
@@ -139,8 +140,12 @@ def frequencies(config: dict[str, Any]) -> tuple[Wide, float]:
 def load(folder: Path) -> Model64:
     """A checkpoint: one file, or shards."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
+    index = folder / "model.safetensors.index.json"
+    files = {"model.safetensors"}
+    if index.is_file():
+        files = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
     weights: dict[str, Wide] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="numpy") as tensors:
+    for file in files:
+        with safe_open(folder / file, framework="numpy") as tensors:
             weights |= {name: tensors.get_tensor(name).astype(np.float64) for name in tensors.keys()}  # noqa: SIM118
     return Model64(config, weights)

@@ -81,6 +81,39 @@ def test_the_tools_own_float64_agrees(folder: Path) -> None:
         assert error < (24 * UNIT if name.endswith("_rope") else 1e-13), name
 
 
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"truncate": False},
+        {"beta_fast": 16.0, "beta_slow": 2.0},
+        {"mscale": 1.2, "mscale_all_dim": 0.8},
+        {"factor": 40.0},
+    ],
+    ids=str,
+)
+def test_yarn_over_a_long_prompt(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Each parameter of YaRN, beyond the original context: both sides near the truth, so the truth reads it."""
+    folder = tiny.save(tiny.torch_model("tied", num_hidden_layers=1, rope_parameters={**YARN, **options}), tmp_path)
+    exact = load(folder)
+    tokens = draw(exact, 1, 520)
+    true = torch.from_numpy(exact.steps(tokens)["lm_head"])
+    ours = JaxSide(jaxfuse.Qwen3.from_pretrained(folder, dtype="float32")).logits(tokens)
+    with pinned():
+        theirs = TorchSide(folder, torch.float32, "cpu").logits(torch.from_numpy(tokens).long())
+    mine, yours = (root_mean_square(token_errors(x.double() - true, true)) for x in (to_torch(ours), theirs))
+    assert yours < TORCHS_OWN
+    assert mine <= FLOAT32_STEP * yours
+
+
 def changed(folder: Path, target: Path, **changes: Any) -> Path:
     """A copy of a checkpoint with other values in config.json."""
     shutil.copytree(folder, target)

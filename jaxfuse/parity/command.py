@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     folder = resolve(options.model)
     with _progress_bar() as progress:
         report = compare(
-            folder,
+            options.model,
             prompts=_prompts(options, folder),
             dtypes=("float32", "bfloat16") if options.dtype is None else (options.dtype,),
             implementation=options.implementation,

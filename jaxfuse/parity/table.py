@@ -251,7 +251,7 @@ def _itself(report: Report) -> Iterable[Table | str]:
     yield _table("jaxfuse against itself", columns, rows)
     for record in report.self_consistency:
         if "refused" in record:
-            yield f"{record['what']}, {record['dtype']}: cannot run: {record['refused']}"
+            yield f"{record['what']}, {record['dtype']}, cannot run: {record['refused']}"
 
 
 def _sensitivity(report: Report) -> Iterable[Table]:
