@@ -26,7 +26,7 @@ from jaxfuse.layers import Attention, DecoderLayer, Linear, RMSNorm, RotaryEmbed
 from jaxfuse.parity.activations import Activations
 from jaxfuse.parity.float64 import Steps
 from jaxfuse.parity.local import LocalErrors, compare_steps
-from jaxfuse.parity.prompts import default_prompts
+from jaxfuse.parity.prompts import Group, default_prompts
 from jaxfuse.parity.steps import names
 from jaxfuse.parity.taps import JaxSide
 from jaxfuse.parity.torch_run import Plan, TorchRun, detail_name, run_torch
@@ -56,7 +56,7 @@ class Reference:
 
 def reference_of(folder: Path, scratch: Path, tokens: np.ndarray) -> Reference:
     """Runs transformers once in each dtype."""
-    plan = Plan(folder, "cpu", [tokens], tokens, tokens[:1, :4], 1, Activations(scratch, 0))
+    plan = Plan(folder, "cpu", [Group(tokens, [0, 1])], tokens, tokens[:1, :4], 1, Activations(scratch, 0))
     runs = {dtype: run_torch(plan, dtype, lambda: None) for dtype in DTYPES}
     return Reference(folder, tokens, {dtype: plan.files.load(detail_name(dtype)) for dtype in DTYPES}, runs)
 

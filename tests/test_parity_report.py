@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 import tiny
+from jaxfuse import Qwen3Config
 from jaxfuse.errors import InputError
 from jaxfuse.parity import Report, compare
 from jaxfuse.parity.plot import check_target
+from jaxfuse.parity.prompts import grouped
 from jaxfuse.parity.yardstick import Line
 
 SECTIONS = (
@@ -156,3 +158,18 @@ def test_files_that_cannot_be_drawn(report: Report, tmp_path: Path, name: str) -
         check_target(tmp_path / name)
     with pytest.raises(InputError):
         report.plot(tmp_path / name)
+
+
+def test_prompts_keep_their_numbers() -> None:
+    """Prompts are grouped by length, the longest first, and named by their place in what was given."""
+    config = Qwen3Config(vocab_size=50)
+    rows = [[1, 2, 3], [4, 5], [6, 7, 8, 9], *[[i, i] for i in range(9)], [9, 8, 7, 6]]
+    groups = grouped(rows, config)
+    assert [group.numbers for group in groups] == [[2, 12], [0], [1, *range(3, 10)], [10, 11]]
+    for group in groups:
+        np.testing.assert_array_equal(group.rows, [rows[i] for i in group.numbers])
+        assert group.rows.dtype == np.int32
+    misfits: list[Any] = [[[1]], [[1, 50]], [[-1, 2]], [1.0, 2.0], [], [[]], "text"]
+    for wrong in misfits:
+        with pytest.raises((InputError, TypeError)):
+            grouped(wrong, config)

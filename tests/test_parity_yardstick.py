@@ -17,7 +17,7 @@ from jaxfuse.config import Qwen3Config
 from jaxfuse.parity.activations import Activations
 from jaxfuse.parity.float64 import Steps, split_heads
 from jaxfuse.parity.local import compare_steps
-from jaxfuse.parity.prompts import default_prompts
+from jaxfuse.parity.prompts import Group, default_prompts
 from jaxfuse.parity.steps import is_coarse, names
 from jaxfuse.parity.torch_run import Plan, TorchRun, detail_name, run_torch
 from jaxfuse.parity.torch_side import Attention, TorchSide, pinned, torch_dtype
@@ -128,14 +128,14 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> list[Reference]:
     with torch_with(1):
         for tokens in np.split(prompts, 2):
             files = Activations(tmp_path_factory.mktemp("activations"), 0)
-            plan = Plan(SHIPPED, "cpu", [tokens], tokens, tokens[:1, :4], 1, files)
+            plan = Plan(SHIPPED, "cpu", [Group(tokens, list(range(4)))], tokens, tokens[:1, :4], 1, files)
             found.append(Reference(plan, {dtype: run_torch(plan, dtype, lambda: None) for dtype in DTYPES}))
     return found
 
 
 def alarms(reference: Reference, dtype: str, setting: Setting) -> list[Line]:
     """What the comparison would say of torch in another setting: the broken lines."""
-    tokens, run = reference.plan.groups[0], reference.runs[dtype]
+    tokens, run = reference.plan.detail, reference.runs[dtype]
     config = Qwen3Config.from_pretrained(SHIPPED)
     side = TorchSide(SHIPPED, torch_dtype(dtype), setting.device)
     detail = reference.plan.files.load(detail_name(dtype))

@@ -22,7 +22,7 @@ from jaxfuse.parity.activations import Activations
 from jaxfuse.parity.errors import Errors, LogitFigures
 from jaxfuse.parity.local import compare_steps, errors_of, step_record
 from jaxfuse.parity.ops import compare_ops
-from jaxfuse.parity.prompts import default_prompts, grouped
+from jaxfuse.parity.prompts import Group, default_prompts, grouped
 from jaxfuse.parity.report import Record, Report
 from jaxfuse.parity.self_consistency import compare_with_itself
 from jaxfuse.parity.sensitivity import smallest_faults
@@ -73,7 +73,7 @@ def compare(
         dtypes: of "float32", "bfloat16" and "float16".
         implementation: of jaxfuse's fused ops.
         device: of the PyTorch side, "cpu" or "cuda"; None takes a GPU that PyTorch can use.
-        new_tokens: how many tokens are continued greedily, for the first four prompts of one length.
+        new_tokens: how many tokens are continued greedily, after the first halves of up to four of the longest prompts.
         model: makes the jaxfuse model for a dtype, in place of loading the checkpoint: to compare a model of your own.
         progress: called with what is done next, the steps done and their number.
 
@@ -91,8 +91,9 @@ def compare(
     if prompts is None:
         prompts = default_prompts(folder, config)
     groups = grouped(prompts, config)
-    detail = groups[0][: _detail_prompts(config, groups[0])]
-    continued = _continued(groups[0], config, new_tokens)
+    longest = groups[0].rows
+    detail = longest[: _detail_prompts(config, longest)]
+    continued = _continued(longest, config, new_tokens)
     device = choose_device(device)
 
     def load(dtype: str) -> Qwen3:
@@ -142,10 +143,10 @@ def _continued(rows: np.ndarray, config: Qwen3Config, new_tokens: int) -> np.nda
     return rows[:_CONTINUED, :length]
 
 
-def _expected_bytes(config: Qwen3Config, groups: Sequence[np.ndarray], detail: np.ndarray, dtypes: int) -> int:
+def _expected_bytes(config: Qwen3Config, groups: Sequence[Group], detail: np.ndarray, dtypes: int) -> int:
     coarse = (config.num_hidden_layers + 2) * config.hidden_size + config.vocab_size
     fine = 3 * (values_per_token(config) + config.vocab_size)
-    return 4 * (coarse * sum(rows.size for rows in groups) + fine * detail.size * dtypes)
+    return 4 * (coarse * sum(group.rows.size for group in groups) + fine * detail.size * dtypes)
 
 
 class _Ticks:
@@ -176,12 +177,12 @@ class _Comparison:
         self.ends: dict[str, Errors] = {}
         self.figures = LogitFigures()
         coarse = tuple(name for name in every if is_coarse(name) and name != "lm_head")
-        for group, rows in enumerate(plan.groups):
+        for group, prompts in enumerate(plan.groups):
             true = plan.files.load(group_name(group), plan.device)
-            given = {name: to_torch(value, plan.device) for name, value in side.steps(rows, coarse).items()}
-            given["lm_head"] = to_torch(side.logits(rows), plan.device)
+            given = {name: to_torch(value, plan.device) for name, value in side.steps(prompts.rows, coarse).items()}
+            given["lm_head"] = to_torch(side.logits(prompts.rows), plan.device)
             add_ends(self.ends, given, true)
-            self.figures.add(given["lm_head"], true["lm_head"], plan.first_prompt(group))
+            self.figures.add(given["lm_head"], true["lm_head"], prompts.numbers)
             tick()
         del true, given
 
@@ -192,7 +193,7 @@ class _Comparison:
         true = plan.files.load(group_name(0), plan.device)["lm_head"]
         theirs = _logits_of(torch_run)
         self.self_consistency, lines = compare_with_itself(
-            side, plan.groups[0], true, theirs.errors.tokens[0], dtype, self.logit_bound
+            side, plan.groups[0].rows, true, theirs.errors.tokens[0], dtype, self.logit_bound
         )
         self.contract += lines
         tick()
@@ -240,7 +241,7 @@ class _Comparison:
         first = None
         if step < plan.new_tokens:
             first = {
-                "prompt": row,
+                "prompt": plan.groups[0].numbers[row],
                 "step": step,
                 "token": int(ours[row, step]),
                 "expected": int(theirs[row, step]),
@@ -316,8 +317,8 @@ def _logits_of(torch_run: TorchRun) -> LogitFigures:
 def _report(
     model_path: str, config: Qwen3Config, plan: Plan, torch_runs: dict[str, TorchRun], comparisons: list[_Comparison]
 ) -> Report:
-    tokens = sum(rows.size for rows in plan.groups)
-    count = sum(len(rows) for rows in plan.groups)
+    tokens = sum(group.rows.size for group in plan.groups)
+    count = sum(len(group.numbers) for group in plan.groups)
     every = names(config)
     return Report(
         model=model_path,

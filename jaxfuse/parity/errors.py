@@ -1,6 +1,7 @@
 """Figures gathered over the batches of a comparison."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,13 +64,13 @@ class LogitFigures:
     top5: list[torch.Tensor] = dataclasses.field(default_factory=list)
     disagreements: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
-    def add(self, logits: torch.Tensor, true: torch.Tensor, first_prompt: int) -> None:
-        """One batch, `[B, T, vocab]` both; `first_prompt` is the number of its first row."""
+    def add(self, logits: torch.Tensor, true: torch.Tensor, numbers: Sequence[int]) -> None:
+        """One batch, `[B, T, vocab]` both, of the prompts of these numbers."""
         logits, true = logits.float(), true.float()
         self.errors.add(logits, true)
         self.largest_logit = max(self.largest_logit, float(true.abs().max()))
-        for index, (row, expected) in enumerate(zip(logits, true, strict=True)):  # float64 of one row at a time
-            self._add_row(row, expected, first_prompt + index)
+        for row, expected, number in zip(logits, true, numbers, strict=True):  # float64 of one row at a time
+            self._add_row(row, expected, number)
 
     def _add_row(self, row: torch.Tensor, true: torch.Tensor, prompt: int) -> None:
         ours, theirs = row.double().log_softmax(-1), true.double().log_softmax(-1)

@@ -1,5 +1,6 @@
 """What both sides read: held-out text, or random tokens when the checkpoint has no tokenizer."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -45,14 +46,22 @@ def _pieces(text: str, folder: Path, config: Qwen3Config, count: int, length: in
     return [ids[start : start + length] for start in starts]
 
 
-def grouped(prompts: Prompts, config: Qwen3Config) -> list[np.ndarray]:
-    """Prompts as arrays `[rows, T]` of one length each, up to 8 rows, in the order of first appearance.
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Prompts of one length, `[rows, T]`, and which they are of all."""
+
+    rows: np.ndarray
+    numbers: list[int]
+
+
+def grouped(prompts: Prompts, config: Qwen3Config) -> list[Group]:
+    """Prompts by their length, up to 8 together; the longest come first.
 
     Raises:
         InputError, TypeError: for something that is no prompt, or one that the model or the comparison cannot take.
     """
     rows = prompt_rows(prompts)
-    by_length: dict[int, list[np.ndarray]] = {}
+    by_length: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         check_ids("prompt tokens", row, config.vocab_size, "the vocabulary")
         if not 2 <= len(row) <= config.max_position_embeddings:
@@ -60,9 +69,10 @@ def grouped(prompts: Prompts, config: Qwen3Config) -> list[np.ndarray]:
                 f"a prompt must have from 2 to {config.max_position_embeddings} tokens (the first is left out of the "
                 f"errors), got {len(row)} for prompt {index}"
             )
-        by_length.setdefault(len(row), []).append(row.astype(np.int32))
-    return [
-        np.stack(same[start : start + _AT_ONCE])
-        for same in by_length.values()
+        by_length.setdefault(len(row), []).append(index)
+    batches = [
+        same[start : start + _AT_ONCE]
+        for _, same in sorted(by_length.items(), reverse=True)
         for start in range(0, len(same), _AT_ONCE)
     ]
+    return [Group(np.stack([rows[i].astype(np.int32) for i in numbers]), numbers) for numbers in batches]

@@ -11,6 +11,7 @@ import torch
 from jaxfuse.parity import float64
 from jaxfuse.parity.activations import Activations
 from jaxfuse.parity.errors import Errors, LogitFigures
+from jaxfuse.parity.prompts import Group
 from jaxfuse.parity.steps import is_coarse
 from jaxfuse.parity.torch_side import Attention, TorchSide, pinned, torch_dtype
 from jaxfuse.parity.yardstick import root_mean_square, token_errors
@@ -27,7 +28,7 @@ class Plan:
     Attributes:
         folder: the checkpoint.
         device: of the PyTorch side.
-        groups: `[rows, T]` each, all prompts.
+        groups: all prompts, by length.
         detail: `[rows, T]`, the prompts whose every step is compared.
         continued: `[rows, T]`, the prompts that are continued greedily.
         new_tokens: by so many tokens.
@@ -36,15 +37,11 @@ class Plan:
 
     folder: Path
     device: str
-    groups: Sequence[np.ndarray]
+    groups: Sequence[Group]
     detail: np.ndarray
     continued: np.ndarray
     new_tokens: int
     files: Activations
-
-    def first_prompt(self, group: int) -> int:
-        """The number of a group's first prompt among all."""
-        return sum(len(rows) for rows in self.groups[:group])
 
 
 @dataclasses.dataclass
@@ -83,15 +80,15 @@ def run_torch(plan: Plan, dtype: str, tick: Tick) -> TorchRun:
     ends: Ends = {attention: {} for attention in attentions}
     logits: dict[Attention, LogitFigures] = {attention: LogitFigures() for attention in attentions}
     with pinned():
-        for group, rows in enumerate(plan.groups):
-            tokens = torch.from_numpy(rows).long()
+        for group, prompts in enumerate(plan.groups):
+            tokens = torch.from_numpy(prompts.rows).long()
             if dtype == "float32":
                 plan.files.save(group_name(group), side.blocks(tokens))
             true = plan.files.load(group_name(group), plan.device)
             for attention in attentions:
                 given = side.blocks(tokens, attention)
                 add_ends(ends[attention], given, true)
-                logits[attention].add(given["lm_head"], true["lm_head"], plan.first_prompt(group))
+                logits[attention].add(given["lm_head"], true["lm_head"], prompts.numbers)
             tick()
         local, whole = _detail(plan, side, dtype, ends)
         tick()
