@@ -19,10 +19,12 @@ import pytest
 from flax import nnx
 
 import tiny
-from jaxfuse import Qwen3
+from jaxfuse import Qwen3, Qwen3Config
 from jaxfuse.attention import attend
 from jaxfuse.cache import KVCache
+from jaxfuse.errors import InputError
 from jaxfuse.layers import Attention, DecoderLayer, Linear, RMSNorm, RotaryEmbedding
+from jaxfuse.parity import compare
 from jaxfuse.parity.activations import Activations
 from jaxfuse.parity.float64 import Steps
 from jaxfuse.parity.local import LocalErrors, compare_steps
@@ -273,3 +275,93 @@ def test_a_transposed_weight_is_located(square: Reference) -> None:
     model = square.model("float32")
     weight(lambda m: m.layers[1].self_attn.o_proj, jnp.transpose)(model)
     assert square.judge(model, "float32").first_fault == "layers.1.o_proj"
+
+
+class WithoutItsNorm(DecoderLayer):
+    """A layer that adds the residual by itself, and calls no module for its first norm."""
+
+    def __call__(self, x: jax.Array, residual: jax.Array | None, *rest: Any) -> tuple[jax.Array, jax.Array, None]:
+        """As DecoderLayer, without a cache."""
+        total = x if residual is None else x + residual
+        mixed, _ = self.self_attn(total, *rest)
+        normed, total = self.post_attention_layernorm(mixed, total)
+        return self.mlp(normed), total, None
+
+
+def test_a_step_that_cannot_be_seen(trained: Reference) -> None:
+    """A module that is not called must not count as right."""
+    model = trained.model("float32")
+    model.layers[1].__class__ = WithoutItsNorm
+    with pytest.raises(InputError, match=r"call the modules .* got none of 'layers.0.block'"):
+        trained.judge(model, "float32")
+
+
+def shallow(config: Qwen3Config) -> Qwen3:
+    """One layer."""
+    return Qwen3(dataclasses.replace(config, num_hidden_layers=1), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "part"),
+    [
+        (lambda model: 3, TypeError, "got int"),
+        (lambda model: Qwen3.from_pretrained(SHIPPED, dtype="bfloat16"), InputError, "float32, got bfloat16"),
+        (
+            lambda model: Qwen3(dataclasses.replace(model.config, num_hidden_layers=1), rngs=nnx.Rngs(0)),
+            InputError,
+            "4",
+        ),
+    ],
+)
+def test_models_that_cannot_be_compared(
+    trained: Reference, made: Callable[[Qwen3], Any], error: type[Exception], part: str
+) -> None:
+    """Something else than a model, another dtype, another shape: refused with what was wanted."""
+    model = trained.model("float32")
+    model.config = dataclasses.replace(model.config, dtype="float32")
+    with pytest.raises(error, match=part):
+        compare(trained.folder, prompts=trained.tokens, dtypes=["float32"], new_tokens=1, model=lambda _: made(model))
+
+
+class CacheFault(Attention):
+    """Wrong with a cache alone."""
+
+    def __call__(self, *arguments: Any) -> tuple[jax.Array, KVCache | None]:
+        """As Attention."""
+        x, cache = super().__call__(*arguments)
+        return (x if cache is None else x * jnp.asarray(1.001, x.dtype)), cache
+
+
+def test_a_fault_of_the_decode_path(trained: Reference) -> None:
+    """Every step is right, and what reads from the cache is not: found by jaxfuse against itself."""
+
+    def make(dtype: str) -> Qwen3:
+        model = trained.model(dtype)
+        model.layers[1].self_attn.__class__ = CacheFault
+        return model
+
+    report = compare(trained.folder, prompts=trained.tokens, dtypes=["float32"], new_tokens=1, model=make)
+    assert not report.passed
+    assert report.located == []
+    assert {name for name in report.broken if "self_consistency" in name} == {
+        "float32 self_consistency decode against prefill",
+        "float32 self_consistency padded batch against rows alone",
+    }
+
+
+def test_a_fault_of_one_token(trained: Reference) -> None:
+    """An embedding that is wrong for a token of the last prompt, which is not compared step by step."""
+    rare = 1999
+    prompts = np.where(trained.tokens == rare, 5, trained.tokens)
+    prompts = np.concatenate([prompts] * 3)
+    prompts[-1, 50] = rare
+
+    def make(dtype: str) -> Qwen3:
+        model = trained.model(dtype)
+        parameter = model.embed_tokens.weight
+        # Turned, so that its length is right; the head is tied, and the token is never the most likely.
+        parameter.set_value(parameter[...].at[rare].set(jnp.roll(parameter[...][rare], 1)))
+        return model
+
+    report = compare(trained.folder, prompts=prompts, dtypes=["float32"], new_tokens=1, model=make)
+    assert any(name.startswith("float32 logits") for name in report.broken)

@@ -37,7 +37,7 @@ SECTIONS = (
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """Of a small model, one layer deep."""
     folder = tiny.save(tiny.torch_model("tied", num_hidden_layers=1).bfloat16(), tmp_path_factory.mktemp("model"))
-    prompts = np.random.default_rng(0).integers(0, 320, (3, 12))
+    prompts = np.random.default_rng(0).integers(0, 320, (4, 16))
     seen: list[tuple[int, int]] = []
     found = compare(
         folder, prompts=prompts, new_tokens=3, progress=lambda what, done, total: seen.append((done, total))

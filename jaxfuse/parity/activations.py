@@ -1,12 +1,33 @@
 """Transformers' activations, on disk between the run of one model and that of the other."""
 
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from jaxfuse.errors import JaxfuseError
 from jaxfuse.parity.float64 import Steps
+
+_MEND = "set TMPDIR to a folder with more room, or compare fewer prompts"
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder, removed at the end however that comes.
+
+    Raises:
+        JaxfuseError: when there is no place for one.
+    """
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix="jaxfuse-parity-")
+    except OSError as error:
+        raise JaxfuseError(f"there is no place for a temporary folder ({error}); set TMPDIR to one of yours") from error
+    with scratch as path:
+        yield Path(path)
 
 
 class Activations:
@@ -26,12 +47,19 @@ class Activations:
         if expected_bytes > free:
             raise JaxfuseError(
                 f"the activations take {expected_bytes / 1e9:.1f} GB, and {folder.parent} has {free / 1e9:.1f} GB; "
-                "set TMPDIR to a folder with more room, or compare fewer prompts"
+                f"{_MEND}"
             )
 
     def save(self, name: str, steps: Steps) -> None:
-        """Writes a batch."""
-        save_file({key: value.contiguous().cpu() for key, value in steps.items()}, self._path(name))
+        """Writes a batch.
+
+        Raises:
+            JaxfuseError: when it cannot be written.
+        """
+        try:
+            save_file({key: value.contiguous().cpu() for key, value in steps.items()}, self._path(name))
+        except (OSError, SafetensorError) as error:
+            raise JaxfuseError(f"cannot keep the activations in {self._folder} ({error}); {_MEND}") from error
 
     def load(self, name: str, device: str = "cpu") -> Steps:
         """Reads a batch to a device of PyTorch."""

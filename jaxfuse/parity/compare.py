@@ -1,9 +1,7 @@
 """The comparison of a checkpoint in jaxfuse with the same in transformers: the main path."""
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import cast
 
 import jax
@@ -18,7 +16,7 @@ from jaxfuse.generate import Prompts, generate
 from jaxfuse.hub import resolve
 from jaxfuse.kernels import Implementation, check_implementation
 from jaxfuse.model import Qwen3
-from jaxfuse.parity.activations import Activations
+from jaxfuse.parity.activations import Activations, scratch_folder
 from jaxfuse.parity.errors import Errors, LogitFigures
 from jaxfuse.parity.local import compare_steps, errors_of, step_record
 from jaxfuse.parity.ops import compare_ops
@@ -45,7 +43,18 @@ from jaxfuse.parity.yardstick import (
 # Every step of so many float32 values is kept for the prompts that are compared step by step; at least one prompt.
 _DETAIL_VALUES = 2**28
 _DETAIL_PROMPTS = 4
+_DETAIL_TOKENS = 64
 _CONTINUED = 4
+
+_SHAPE = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
 
 Progress = Callable[[str, int, int], None]
 
@@ -68,8 +77,9 @@ def compare(
 
     Args:
         model_path: a folder, or a repository of the hub.
-        prompts: rows of token ids, at least two each; None takes 64 pieces of 128 tokens of held-out text, or random
-            tokens when the checkpoint has no tokenizer. The contract in 16 bits is about at least so many.
+        prompts: rows of token ids, at least two each, the longest ones 64 together; None takes 64 pieces of 128 tokens
+            of held-out text, or random tokens when the checkpoint has no tokenizer. The contract in 16 bits is about
+            at least so many.
         dtypes: of "float32", "bfloat16" and "float16".
         implementation: of jaxfuse's fused ops.
         device: of the PyTorch side, "cpu" or "cuda"; None takes a GPU that PyTorch can use.
@@ -92,17 +102,20 @@ def compare(
         prompts = default_prompts(folder, config)
     groups = grouped(prompts, config)
     longest = groups[0].rows
+    _check_enough(longest)
     detail = longest[: _detail_prompts(config, longest)]
     continued = _continued(longest, config, new_tokens)
     device = choose_device(device)
 
     def load(dtype: str) -> Qwen3:
-        if model is not None:
-            return model(dtype)
-        return weights.load(folder, dtype=dtype, implementation=implementation)
+        if model is None:
+            return weights.load(folder, dtype=dtype, implementation=implementation)
+        made = model(dtype)
+        _check_model(made, config, dtype)
+        return made
 
-    with tempfile.TemporaryDirectory(prefix="jaxfuse-parity-") as scratch:
-        files = Activations(Path(scratch), _expected_bytes(config, groups, detail, len(dtypes)))
+    with scratch_folder() as scratch:
+        files = Activations(scratch, _expected_bytes(config, groups, detail, len(dtypes)))
         plan = Plan(folder, device, groups, detail, continued, new_tokens, files)
         torch_dtypes = list(dict.fromkeys(["float32", *dtypes]))
         ticks = _Ticks(progress, (len(groups) + 2) * len(torch_dtypes) + (len(groups) + 3) * len(dtypes))
@@ -122,6 +135,27 @@ def _check_dtypes(dtypes: Sequence[str]) -> None:
         raise InputError(f"dtypes must be some of {', '.join(DTYPES)}, in a list, got {dtypes!r}")
     if len(set(dtypes)) < len(dtypes):
         raise InputError(f"dtypes must differ, got {dtypes!r}")
+
+
+def _check_enough(longest: np.ndarray) -> None:
+    count = longest[:_DETAIL_PROMPTS].size
+    if count < _DETAIL_TOKENS:
+        raise InputError(
+            f"the longest prompts, up to {_DETAIL_PROMPTS} of one length, must have at least {_DETAIL_TOKENS} tokens "
+            f"together, got {count}: the errors of fewer are single roundings, and their ratio is chance; give longer "
+            "prompts"
+        )
+
+
+def _check_model(made: object, config: Qwen3Config, dtype: str) -> None:
+    if not isinstance(made, Qwen3):
+        raise TypeError(f"model must make a jaxfuse.Qwen3, got {type(made).__name__}")
+    if made.numerics.dtype.name != dtype:
+        raise InputError(f"model must make a model in the dtype it is given, {dtype}, got {made.numerics.dtype.name}")
+    for name in _SHAPE:
+        expected, got = getattr(config, name), getattr(made.config, name)
+        if got != expected:
+            raise InputError(f"model must make one of the checkpoint's shape: {name} is {expected} there, got {got}")
 
 
 def _detail_prompts(config: Qwen3Config, rows: np.ndarray) -> int:

@@ -1,9 +1,11 @@
 """Figures gathered over the batches of a comparison."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from jaxfuse.parity.yardstick import root_mean_square, token_errors
@@ -28,8 +30,7 @@ class Errors:
     def add_difference(self, difference: torch.Tensor, true: torch.Tensor) -> None:
         """One batch by its difference, for one that is finer than the values' dtype."""
         self.tokens.append(token_errors(difference, true).cpu())
-        largest = float(difference.abs().max())
-        self.largest = largest if largest != largest else max(self.largest, largest)  # a NaN stays
+        self.largest = _larger(self.largest, float(difference.abs().max()))
 
     @property
     def all(self) -> torch.Tensor:
@@ -53,6 +54,11 @@ class Errors:
         }
 
 
+def _larger(one: float, other: float) -> float:
+    """The maximum; a NaN stays one."""
+    return float(np.maximum(one, other))
+
+
 @dataclasses.dataclass
 class LogitFigures:
     """How far logits lie from transformers' float32 ones, over all positions."""
@@ -68,7 +74,7 @@ class LogitFigures:
         """One batch, `[B, T, vocab]` both, of the prompts of these numbers."""
         logits, true = logits.float(), true.float()
         self.errors.add(logits, true)
-        self.largest_logit = max(self.largest_logit, float(true.abs().max()))
+        self.largest_logit = _larger(self.largest_logit, float(true.abs().max()))
         for row, expected, number in zip(logits, true, numbers, strict=True):  # float64 of one row at a time
             self._add_row(row, expected, number)
 
@@ -93,7 +99,7 @@ class LogitFigures:
         return {
             **self.errors.figures(),
             "largest_logit": self.largest_logit,
-            "of_largest_logit": self.errors.largest / self.largest_logit,
+            "of_largest_logit": self.errors.largest / self.largest_logit if self.largest_logit else math.inf,
             "kl_mean": float(kl.mean()),
             "kl_max": float(kl.max()),
             "top1": float(torch.cat(self.top1).double().mean()),

@@ -25,14 +25,17 @@ def check_target(path: str | os.PathLike[str]) -> None:
     """Refuses a file that `plot` could not write, before any work is done.
 
     Raises:
-        InputError: for an ending that is no format, or a folder that is not there.
+        InputError: for an ending that is no format, a folder that is not there, a file that may not be written.
     """
     endings = FigureCanvasAgg(Figure()).get_supported_filetypes()
     ending = Path(path).suffix.removeprefix(".").lower()
     if ending not in endings:
         raise InputError(f"a plot's name must end in one of {', '.join(sorted(endings))}, got {os.fspath(path)!r}")
-    if not Path(path).parent.is_dir():
-        raise InputError(f"no folder {Path(path).parent} for the plot; make it first")
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise InputError(f"no folder {folder} for the plot; make it first")
+    if not os.access(path if Path(path).exists() else folder, os.W_OK) or Path(path).is_dir():
+        raise InputError(f"the plot cannot be written to {os.fspath(path)!r}; give another name")
 
 
 def plot(report: Report, path: str | os.PathLike[str]) -> None:

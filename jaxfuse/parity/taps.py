@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from jaxfuse.cache import KVCache
+from jaxfuse.errors import InputError
 from jaxfuse.model import Qwen3
 
 Arrays = dict[str, jax.Array]
@@ -122,6 +123,12 @@ class JaxSide:
         taps.put(model)
         # A tied head is the embedding, which has a tap now.
         taps.note("lm_head", self._model(leaves).logits(model.hidden(tokens)))
+        missing = [name for name in keep if name not in taps.steps]
+        if missing:
+            raise InputError(
+                f"the model must call the modules of jaxfuse.Qwen3, each once, got none of {missing[0]!r}; keep its "
+                "module, or compare what replaces it with check_op"
+            )
         return {name: taps.steps[name] for name in keep}
 
 

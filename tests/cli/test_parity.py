@@ -29,7 +29,8 @@ def test_tables_and_plot(run: Run, folder: Path, tmp_path: Path) -> None:
 def test_json(run: Run, folder: Path, tmp_path: Path) -> None:
     """One object, with the prompts of a file."""
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("the cat sat on the mat\n\n  \nthe hat is on the cat\nand one that is not read\n")
+    lines = ["the cat sat on the mat, " * 12, "", "  ", "the hat is on the cat; " * 14, "one that is not read"]
+    prompts.write_text("\n".join(lines))
     options = ("--dtype", "bfloat16", "--prompts", prompts, "--json")
     result = run("parity", "--model", folder, *options, *FEW)
     assert result.err == "" or result.status == 1  # of so few prompts the contract may not hold
@@ -90,6 +91,8 @@ def test_refusals(run: Run, folder: Path, options: tuple[str, ...], part: str) -
 def test_prompts_that_do_not_fit(run: Run, folder: Path, bare: Path, tmp_path: Path) -> None:
     """A line of one token, a file that is no text, and text for a model without a tokenizer."""
     prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the cat sat on the mat\n")
+    assert_refused(run("parity", "--model", folder, "--prompts", prompts), "at least 64 tokens")
     prompts.write_text("the cat\nx\n")
     assert_refused(run("parity", "--model", folder, "--prompts", prompts), "from 2 to 1024 tokens", "prompt 1")
     assert_refused(run("parity", "--model", bare, "--prompts", prompts), "no tokenizer.json")
