@@ -65,6 +65,7 @@ def test_a_broken_contract(run: Run, folder: Path, monkeypatch: pytest.MonkeyPat
     last = [line for line in result.out.splitlines() if line.startswith("parity is broken: ")]
     assert len(last) == 1
     assert "BROKEN" in result.out
+    assert "  float32 layers layers.1.gate_up_proj: error: " in result.out
 
 
 @pytest.mark.parametrize(
