@@ -113,6 +113,26 @@ def test_json(report: Report) -> None:
     assert len(right["contract"]) == len(report.contract)
 
 
+def test_the_contract_has_its_lines(report: Report) -> None:
+    """A part that is measured and printed, and that nothing is held to."""
+    lines = {line.name: line.bound for line in report.contract}
+    coarse = ("embed_tokens", "layers.0.block", "norm")
+    assert {lines[f"bfloat16 layers {name}: error at the end"] for name in coarse} == {1.10}
+    assert lines["bfloat16 logits: error at the end"] == 1.00
+    assert lines["float32 logits: largest difference of the largest logit"] >= 2e-5
+    assert lines["float32 tokens that differ"] == 0
+    for dtype in ("float32", "bfloat16"):
+        for what in ("decode against prefill", "padded batch against rows alone"):
+            assert f"{dtype} self_consistency {what}" in lines
+        for name in ("embed_tokens", "layers.0.q_rope", "lm_head"):
+            assert f"{dtype} layers {name}: error" in lines
+        for op in ("rms_norm", "head_norm", "fused_add_rms_norm", "rotary_embedding", "silu_and_mul"):
+            assert any(name.startswith(f"{dtype} ops {op} xla ") for name in lines)
+    for name in (*coarse, "layers.0.attention", "lm_head"):
+        assert f"float32 layers {name} at the end: error" in lines
+    assert lines["bfloat16 layers layers.0.o_proj: ratio"] == 1.10
+
+
 def deep(report: Report, layers: int) -> Report:
     """The same figures of so many layers."""
     records = []
