@@ -232,3 +232,40 @@ def test_dtypes_that_do_not_exist() -> None:
         check_op(lambda x: x, lambda x: x, [((2, 3),)], dtypes=["float8"])
     with pytest.raises(InputError, match="at least one"):
         check_op(lambda x: x, lambda x: x, [((2, 3),)], dtypes=[])
+
+
+def test_integers_of_another_width() -> None:
+    """Indices have 64 bits in PyTorch and 32 in JAX; their values must be equal, and integers are no truth values."""
+    cases = [((8, 128),)]
+    assert len(check_op(lambda x: x.argmax(-1), lambda x: x.argmax(-1), cases)) == 2
+    with pytest.raises(AssertionError, match="values that differ: 8"):
+        check_op(lambda x: x.argmax(-1) + 1, lambda x: x.argmax(-1), cases)
+    with pytest.raises(AssertionError, match=r"JAX returns \['integers'\], PyTorch \['bool'\]"):
+        check_op(lambda x: (x > 0).astype(jnp.int32), lambda x: x > 0, cases)
+
+
+def test_a_tensor_with_a_gradient() -> None:
+    """What a module with parameters returns, outside the tool's own inference mode."""
+
+    def module(x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False), torch.enable_grad():
+            return x.clone() * torch.nn.Parameter(torch.ones(128, dtype=x.dtype))
+
+    assert len(check_op(lambda x: x, module, [((8, 128),)])) == 2
+
+
+@pytest.mark.parametrize("out", [None, {"a": 1}, "text", (None,)])
+@pytest.mark.parametrize("side", ["the JAX function", "the PyTorch function", "the truth"])
+def test_functions_that_return_no_arrays(out: Any, side: str) -> None:
+    """A dictionary, or nothing: refused by the function's name."""
+
+    def function(name: str) -> Callable[[Any], Any]:
+        return lambda x: out if name == side else x
+
+    with pytest.raises(TypeError, match=f"{side} must return an array, or several .*, got "):
+        check_op(
+            function("the JAX function"),
+            function("the PyTorch function"),
+            [((8, 128),)],
+            truth=function("the truth"),
+        )

@@ -65,7 +65,8 @@ def check_op(
     * without, in float32: the largest difference may be 2e-5 of PyTorch's largest value.
     * without, in 16 bits: as with a truth, which then is `torch_fn` in float32 on the same values.
 
-    Outputs that are not floating-point must be equal; NaN and infinities must lie in the same places.
+    Outputs that are not floating-point must be equal, whatever the width of integers; NaN and infinities must lie in
+    the same places.
 
     Args:
         jax_fn: takes jax arrays, returns one or several; jit it if that is what you run.
@@ -82,7 +83,7 @@ def check_op(
 
     Raises:
         AssertionError: when a comparison fails; the message begins with the worst one.
-        TypeError, InputError: for a table or dtypes that do not fit.
+        TypeError, InputError: for a table or dtypes that do not fit, or a function that returns no arrays.
 
     Example:
         ```
@@ -166,12 +167,18 @@ def _compare(
             described = [[(tuple(x.shape)) for x in some] for some in (ours, outputs)]
             assert described[0] == described[1], f"{where}: JAX returns shapes {described[0]}, {name} {described[1]}"
     mine = [to_torch(x) for x in ours]
-    dtypes = [[str(x.dtype).removeprefix("torch.") for x in some] for some in (mine, theirs)]
+    dtypes = [[_kind(x.dtype) for x in some] for some in (mine, theirs)]
     assert dtypes[0] == dtypes[1], f"{where}: JAX returns {dtypes[0]}, PyTorch {dtypes[1]}"
     return [
         _output(case, dtype, i, x, theirs[i], None if exact is None else torch.as_tensor(exact[i]))
         for i, x in enumerate(mine)
     ]
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Its name; integers of any width are one kind, since JAX has no 64 bits unless it is told to."""
+    whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    return "integers" if whole else str(dtype).removeprefix("torch.")
 
 
 def _called(what: str, where: str, function: Callable[..., Any], arguments: list[Any]) -> list[Any]:
@@ -180,7 +187,13 @@ def _called(what: str, where: str, function: Callable[..., Any], arguments: list
     except Exception as error:
         error.add_note(f"raised by {what} for {where}")
         raise
-    return list(out) if isinstance(out, tuple | list) else [out]
+    outputs = list(out) if isinstance(out, tuple | list) else [out]
+    for output in outputs:
+        if not isinstance(output, jax.Array | np.ndarray | np.generic | torch.Tensor):
+            raise TypeError(
+                f"{what} must return an array, or several in a tuple or list, got {type(output).__name__} for {where}"
+            )
+    return [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
 
 
 def _output(
