@@ -149,8 +149,8 @@ WRONG: dict[str, tuple[Any, Any, Any, Any, str]] = {
     "dtype": (lambda x, w: rms_norm(x, w).astype(jnp.float32), torch_norm, NORMS, norm64, "JAX returns .*float32"),
     "shape": (lambda x, w: rms_norm(x, w)[:1], torch_norm, NORMS, norm64, "JAX returns shapes"),
     "outputs": (lambda x, w: (rms_norm(x, w), x), torch_norm, NORMS, norm64, "JAX returns shapes"),
-    "nan": (lambda x, w: rms_norm(x, w).at[..., 3].set(jnp.nan), torch_norm, NORMS, norm64, "NaN or infinite"),
-    "infinity": (lambda x: x.at[0, 3].set(-jnp.inf), lambda x: x, [((2, 5),)], None, r"NaN or infinite.*\(0, 3\)"),
+    "nan": (lambda x, w: rms_norm(x, w).at[..., 3].set(jnp.nan), torch_norm, NORMS, norm64, "NaN or infinities"),
+    "infinity": (lambda x: x.at[0, 3].set(-jnp.inf), lambda x: x, [((2, 5),)], None, r"NaN or infinities.*\(0, 3\)"),
     "integers": (
         lambda x: jnp.argsort(x, -1),
         lambda x: x.argsort(-1).int() + 1,
@@ -269,3 +269,29 @@ def test_functions_that_return_no_arrays(out: Any, side: str) -> None:
             [((8, 128),)],
             truth=function("the truth"),
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_truth_of_another_function(dtype: str) -> None:
+    """PyTorch itself is far from it: the bound of three times its error would let everything pass."""
+    cases = [((16, 64),)]
+    with pytest.raises(AssertionError, match="PyTorch's own error, so the truth is another function"):
+        check_op(jax.nn.relu, torch.relu, cases, truth=lambda x: x, dtypes=[dtype])
+
+
+def test_infinities_of_opposite_sign() -> None:
+    """Both sides are infinite, and the difference is not none."""
+    with pytest.raises(AssertionError, match=r"infinities that differ: 64, .*; largest difference inf"):
+        check_op(lambda x: x / 0, lambda x: -x / 0, [((64,),)], dtypes=["float32"])
+
+
+def test_cases_of_the_same_shapes_have_numbers() -> None:
+    """Which positions it was."""
+    cases = [(np.arange(4),), (np.arange(4) * 100,), (np.arange(5),)]
+    with pytest.raises(AssertionError, match=r"\(4,\) \(case 1\) in float32: values that differ"):
+        check_op(lambda x: x % 50, lambda x: x, cases, dtypes=["float32"])
+    assert [case.case for case in check_op(lambda x: x, lambda x: x, cases, dtypes=["float32"])] == [
+        "(4,) (case 0)",
+        "(4,) (case 1)",
+        "(5,)",
+    ]

@@ -22,6 +22,9 @@ type Cases = Sequence[tuple[Argument, ...]] | Mapping[str, tuple[Argument, ...]]
 
 _MOST_TOLD = 10
 
+# PyTorch errs by roundings; where it is further than this from the truth, the truth is of something else.
+_PLAUSIBLE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.3}
+
 
 @dataclasses.dataclass(frozen=True)
 class OpCase:
@@ -113,13 +116,20 @@ def _named(shapes: Cases) -> list[tuple[str, tuple[Argument, ...]]]:
         cases = list(shapes.items())
     else:
         cases = [(", ".join(str(getattr(arg, "shape", arg)) for arg in _tuple(case)), case) for case in shapes]
+        shapes_alone = [name for name, _ in cases]
+        cases = [
+            (f"{name} (case {i})" if shapes_alone.count(name) > 1 else name, case)
+            for i, (name, case) in enumerate(cases)
+        ]
     if not cases:
         raise InputError("the table of shapes has no cases; give at least one")
     return [(name, _tuple(case)) for name, case in cases]
 
 
 def _tuple(case: Any) -> tuple[Argument, ...]:
-    rule = "a case must be a tuple with a shape (a tuple of integers) or an array for each argument"
+    rule = (
+        "a case must be a tuple with a shape (a tuple of positive integers) or a NumPy or JAX array for each argument"
+    )
     if not isinstance(case, tuple):
         raise TypeError(f"{rule}, got {case!r}")
     for argument in case:
@@ -210,8 +220,8 @@ def _output(
     apart = (odd[0] != odd[1]) | (odd[0] != odd[-1])
     largest, index = _largest(*(torch.where(x.isfinite(), x, 0.0) for x in sides[:2]))
     if bool(apart.any()):
-        line = Line(f"{name}: NaN or infinite on one side alone", int(apart.sum()), 0)
-        return OpCase(case, dtype, output, None, None, largest, _place(apart.double()), line)
+        line = Line(f"{name}: NaN or infinities that differ", int(apart.sum()), 0)
+        return OpCase(case, dtype, output, None, None, math.inf, _place(apart.double()), line)
     sides = [torch.where(x.isfinite(), x, 0.0) for x in sides]
     if exact is None:
         most = float(sides[1].abs().max()) if sides[1].numel() else 0.0
@@ -220,8 +230,9 @@ def _output(
         return OpCase(case, dtype, output, None, None, largest, index, line)
     rows = [x.reshape(1, -1, x.shape[-1] if x.ndim else 1) for x in sides]
     errors = [token_errors(x - rows[2], rows[2]) for x in rows[:2]]
-    lines = judge_step(name, dtype, *errors)
     figures = [root_mean_square(x) if x.numel() else 0.0 for x in errors]
+    plausible = Line(f"{name}: PyTorch's own error, so the truth is another function", figures[1], _PLAUSIBLE[dtype])
+    lines = [*judge_step(name, dtype, *errors), plausible]
     return OpCase(case, dtype, output, figures[0], figures[1], largest, index, max(lines, key=lambda line: line.strain))
 
 
