@@ -5,7 +5,7 @@ Arithmetic is float32. Two roundings say where a value is rounded to the dtype o
 * "fused": at each output, nowhere else.
 * "hf": also wherever transformers' eager Qwen3 rounds (transformers/models/qwen3/modeling_qwen3.py).
 
-The functions here take arguments that are already checked: the public ops, in __init__.py, check them.
+The functions here take arguments that are already checked: the public ops, in ops.py, check them.
 """
 
 from functools import partial

@@ -279,6 +279,17 @@ def test_a_truth_of_another_function(dtype: str) -> None:
         check_op(jax.nn.relu, torch.relu, cases, truth=lambda x: x, dtypes=[dtype])
 
 
+def test_a_function_that_loses_most_bits() -> None:
+    """Without a truth PyTorch in 16 bits may be as far from itself in float32 as it is."""
+
+    def lossy(x: Any) -> Any:
+        return (x + 1000.0) - 1000.0
+
+    (case,) = check_op(lossy, lossy, [((16, 64),)], dtypes=["bfloat16"])
+    assert case.torch_error is not None
+    assert case.torch_error > 0.3
+
+
 def test_infinities_of_opposite_sign() -> None:
     """Both sides are infinite, and the difference is not none."""
     with pytest.raises(AssertionError, match=r"infinities that differ: 64, .*; largest difference inf"):

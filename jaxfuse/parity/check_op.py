@@ -22,7 +22,7 @@ type Cases = Sequence[tuple[Argument, ...]] | Mapping[str, tuple[Argument, ...]]
 
 _MOST_TOLD = 10
 
-# PyTorch errs by roundings; where it is further than this from the truth, the truth is of something else.
+# PyTorch errs by roundings; where it is further than this from a truth that was given, that is of something else.
 _PLAUSIBLE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.3}
 
 
@@ -64,7 +64,8 @@ def check_op(
     What is compared, per row (the last axis), as relative L2 error:
 
     * with a truth, in every dtype: both sides against it. The root mean square over rows may be three times PyTorch's
-      own (or one rounding of float32); in 16 bits the geometric mean of the ratios may besides be at most 1.10.
+      own (or one rounding of float32); in 16 bits the geometric mean of the ratios may besides be at most 1.10. PyTorch
+      itself may be 1e-3 from it in float32 (0.1 in float16, 0.3 in bfloat16), else the truth is of another function.
     * without, in float32: the largest difference may be 2e-5 of PyTorch's largest value.
     * without, in 16 bits: as with a truth, which then is `torch_fn` in float32 on the same values.
 
@@ -115,11 +116,11 @@ def _named(shapes: Cases) -> list[tuple[str, tuple[Argument, ...]]]:
     if isinstance(shapes, Mapping):
         cases = list(shapes.items())
     else:
-        cases = [(", ".join(str(getattr(arg, "shape", arg)) for arg in _tuple(case)), case) for case in shapes]
-        shapes_alone = [name for name, _ in cases]
+        names = [", ".join(str(getattr(argument, "shape", argument)) for argument in _tuple(case)) for case in shapes]
+        # Cases may differ in the values of their arrays alone.
         cases = [
-            (f"{name} (case {i})" if shapes_alone.count(name) > 1 else name, case)
-            for i, (name, case) in enumerate(cases)
+            (f"{name} (case {number})" if names.count(name) > 1 else name, case)
+            for number, (name, case) in enumerate(zip(names, shapes, strict=True))
         ]
     if not cases:
         raise InputError("the table of shapes has no cases; give at least one")
@@ -180,7 +181,7 @@ def _compare(
     dtypes = [[_kind(x.dtype) for x in some] for some in (mine, theirs)]
     assert dtypes[0] == dtypes[1], f"{where}: JAX returns {dtypes[0]}, PyTorch {dtypes[1]}"
     return [
-        _output(case, dtype, i, x, theirs[i], None if exact is None else torch.as_tensor(exact[i]))
+        _output(case, dtype, i, x, theirs[i], None if exact is None else torch.as_tensor(exact[i]), truth is not None)
         for i, x in enumerate(mine)
     ]
 
@@ -207,8 +208,15 @@ def _called(what: str, where: str, function: Callable[..., Any], arguments: list
 
 
 def _output(
-    case: str, dtype: str, output: int, mine: torch.Tensor, yours: torch.Tensor, exact: torch.Tensor | None
+    case: str,
+    dtype: str,
+    output: int,
+    mine: torch.Tensor,
+    yours: torch.Tensor,
+    exact: torch.Tensor | None,
+    given: bool,
 ) -> OpCase:
+    """One output of both sides; `given`: the exact values are a truth's, not PyTorch's in float32."""
     name = f"output {output} of {case} in {dtype}"
     if not mine.is_floating_point():
         apart = mine != yours
@@ -231,8 +239,10 @@ def _output(
     rows = [x.reshape(1, -1, x.shape[-1] if x.ndim else 1) for x in sides]
     errors = [token_errors(x - rows[2], rows[2]) for x in rows[:2]]
     figures = [root_mean_square(x) if x.numel() else 0.0 for x in errors]
-    plausible = Line(f"{name}: PyTorch's own error, so the truth is another function", figures[1], _PLAUSIBLE[dtype])
-    lines = [*judge_step(name, dtype, *errors), plausible]
+    lines = judge_step(name, dtype, *errors)
+    if given:
+        what = f"{name}: PyTorch's own error, so the truth is another function"
+        lines.append(Line(what, figures[1], _PLAUSIBLE[dtype]))
     return OpCase(case, dtype, output, figures[0], figures[1], largest, index, max(lines, key=lambda line: line.strain))
 
 
